@@ -1,0 +1,83 @@
+"""The question an experiment asks: a workload, a baseline arm, variant arms, a protocol and a guard. Imports no torch."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from workbench.trainer.config import TrainConfig
+
+TRAIN_TASK = "workbench.experiment.tasks:TrainTask"
+
+
+class Spec(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Arm(Spec):
+    """One way of doing the workload: overrides of ``TrainConfig`` fields, by name.
+
+    ``task`` names the class that a child process builds and measures, as ``package.module:Class``; see
+    ``workbench.experiment.tasks.Task``. Later stages bring their own tasks and keep all of the protocol.
+    """
+
+    name: str
+    settings: dict[str, Any] = {}
+    task: str = TRAIN_TASK
+    unavailable: str = ""
+    """Why this arm cannot run here, if it cannot; it is then reported and not started."""
+
+
+class Protocol(Spec):
+    """How blocks are measured; see "Protocol" in the documentation.
+
+    Arms stay alive in their own processes and take turns of ``block_steps`` steps, in alternating order. The interval on the
+    paired log-ratios is looked at half way, three quarters and all the way through ``max_rounds``, each look at
+    ``(1 - confidence) / 3`` so that the whole keeps ``confidence``.
+    """
+
+    warmup_steps: Annotated[int, Field(ge=0)] = 5
+    block_steps: Annotated[int, Field(ge=1)] = 5
+    max_rounds: Annotated[int, Field(ge=4)] = 24
+    effect: Annotated[float, Field(gt=0)] = 0.05
+    """Smallest relative difference asked for; measuring stops once the interval's half-width is under it."""
+    confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
+    budget_s: Annotated[float, Field(gt=0)] = 600.0
+    arm_timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    """Longest silence of one arm (start-up, a block, a guard run's step) before it counts as timed out."""
+    alive: bool = True
+    """Keep all arms' processes alive; ``False`` restarts an arm for each block when they do not fit together."""
+
+
+class Guard(Spec):
+    """The correctness condition without which a speed-up is void.
+
+    For ``loss`` and ``accuracy``: every arm trains ``steps`` steps from the same seeds, and two one-sided t tests at
+    ``confidence`` must put the paired difference to the baseline inside ``±margin`` (loss: relative; accuracy: absolute).
+    ``none`` is for arms whose arithmetic is identical by construction.
+    """
+
+    kind: Literal["loss", "accuracy", "none"] = "loss"
+    margin: Annotated[float, Field(gt=0)] = 0.05
+    seeds: Annotated[int, Field(ge=2)] = 3
+    steps: Annotated[int, Field(ge=1)] = 100
+    confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
+
+
+class Ablation(Spec):
+    """A controlled experiment. ``run()`` measures it and returns a ``Finding``."""
+
+    name: str
+    title: str
+    question: str
+    hypothesis: str
+    claims: list[str] = []
+    workload: TrainConfig = TrainConfig()
+    baseline: Arm
+    variants: list[Arm]
+    protocol: Protocol = Protocol()
+    guard: Guard = Guard()
+    limits: list[str] = []
+
+    @property
+    def arms(self) -> list[Arm]:
+        return [self.baseline, *self.variants]

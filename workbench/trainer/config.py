@@ -1,0 +1,73 @@
+"""What one training run is: the values a step depends on. Imports no torch, so parents and planners can hold it."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+PositiveInt = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class LossScaling(BaseModel):
+    """Constants of fp16 loss scaling; the defaults are ``torch.amp.GradScaler``'s.
+
+    ``dynamic`` multiplies the scale by ``growth`` after ``interval`` steps without overflow and by ``backoff`` after an
+    overflow; ``static`` keeps ``init``; ``none`` does not scale.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    mode: Literal["dynamic", "static", "none"] = "dynamic"
+    init: PositiveFloat = 2.0**16
+    growth: Annotated[float, Field(gt=1)] = 2.0
+    backoff: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    interval: PositiveInt = 2000
+
+
+class TrainConfig(BaseModel):
+    """One training run, whole: model, data, numerics, optimizer and length.
+
+    Two runs of equal configuration on one device see the same samples in the same order from the same initial weights.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = "vit-nano"
+    """Registered name, ``package.module:factory``, ``timm:NAME`` or ``hf:NAME``."""
+    model_args: dict[str, Any] = {}
+    """Keyword overrides for the model: fields of ``VitConfig``, or arguments of the factory."""
+    data: str = "digits"
+    """Name of a manifest, a path to an image folder, or ``synthetic``."""
+    device: str = "auto"
+    global_batch: PositiveInt = 64
+    """Samples per optimizer step."""
+    micro_batch: PositiveInt | None = None
+    """Samples per forward; ``None`` means the whole global batch at once. The last micro-batch may be smaller."""
+    precision: Precision = "fp32"
+    loss_scaling: LossScaling = LossScaling()
+    """Used with ``fp16`` only."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    fused_optimizer: bool = False
+    learning_rate: PositiveFloat = 1e-3
+    weight_decay: Annotated[float, Field(ge=0)] = 0.05
+    clip_norm: PositiveFloat | None = 1.0
+    schedule: Literal["constant", "cosine"] = "cosine"
+    warmup_steps: Annotated[int, Field(ge=0)] = 20
+    """Optimizer steps of linear learning-rate warm-up (not the protocol's timing warm-up)."""
+    steps: PositiveInt = 400
+    """Optimizer steps of the whole run; the schedule ends here."""
+    seed: int = 0
+    compile: bool = False
+    num_workers: Annotated[int, Field(ge=0)] = 0
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+
+    @model_validator(mode="after")
+    def _micro_batch_fits(self) -> "TrainConfig":
+        if self.micro_batch is not None and self.micro_batch > self.global_batch:
+            raise ValueError(f"micro_batch {self.micro_batch} exceeds global_batch {self.global_batch}")
+        return self
+
+    @property
+    def samples_per_forward(self) -> int:
+        return self.micro_batch or self.global_batch
