@@ -47,6 +47,12 @@ class Protocol(Spec):
     alive: bool = True
     """Keep all arms' processes alive; ``False`` restarts an arm for each block when they do not fit together."""
 
+    @classmethod
+    def for_steps(cls, steps: int, **fields: Any) -> "Protocol":
+        """The default protocol with at most ``steps`` measured steps per arm, in whole blocks and at least four of them."""
+        block = min(cls.model_fields["block_steps"].default, max(steps // 4, 1))
+        return cls(block_steps=block, max_rounds=max(steps // block, 4), **fields)
+
 
 class Guard(Spec):
     """The correctness condition without which a speed-up is void.
