@@ -1,7 +1,7 @@
 """The claims ledger: what the case study says, what is known about it, and what our findings made of it.
 
-The rows live in ``claims.toml``. A verdict is a person's reading of a finding, so it is written there by hand, and the type refuses one
-that does not name the finding it comes from.
+The rows live in ``claims.toml``. A verdict is a person's reading of a finding, so it is written there by hand, and
+the type refuses one that does not name the finding it comes from.
 """
 
 import tomllib
