@@ -98,7 +98,7 @@ def effects(finding: Finding, arms: list[ArmResult], log: bool) -> Figure:
     shown = [(arm, by_arm.get(arm.name), words.get(arm.name, "no result")) for arm in variants]
     _forest(axes, [(arm.name, e, word, arm.status) for arm, e, word in shown], log=log)
     known = [e for _, e, _ in shown if e]
-    metric = _metric_name(known[0].metric) if known else "throughput"
+    metric = metric_name(known[0].metric) if known else "throughput"
     axes.set_xlabel(f"{metric}, ratio to {label(finding.baseline, 60)}" + (" (log axis)" if log else ""))
     rounds = f"{max(e.rounds for e in known)} rounds, " if known else ""
     confidence = f"bars: {known[0].interval.confidence:.0%} interval" if known else "nothing measured"
@@ -272,7 +272,7 @@ def _origin(finding: Finding) -> str:
     return " · ".join(parts)
 
 
-def _metric_name(metric: str) -> str:
+def metric_name(metric: str) -> str:
     return "samples per second" if metric == "samples_per_s" else metric.replace("_", " ")
 
 
