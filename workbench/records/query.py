@@ -1,0 +1,102 @@
+"""Reading runs: every folder is one record, a broken one says so and hides no other."""
+
+import json
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from workbench.errors import Refused, nearest
+from workbench.records.atomic import to_json
+from workbench.records.record import RunRecord
+
+
+def scan(root: Path | str = "runs") -> list[RunRecord]:
+    """All runs below ``root`` in order of their ids, which is the order in which they began."""
+    root = Path(root)
+    if not root.is_dir():
+        return []
+    folders = [f for f in sorted(root.iterdir()) if f.is_dir() and not f.name.startswith(".")]
+    return [read(folder) for folder in folders]
+
+
+def read(folder: Path) -> RunRecord:
+    """The record of one run, true to what is known now: ``running`` becomes ``killed`` once its writer is gone."""
+    try:
+        record = RunRecord.model_validate_json((folder / "run.json").read_bytes())
+    except FileNotFoundError:
+        return _broken(folder, "run.json is missing")
+    except ValidationError as error:
+        return _broken(folder, f"run.json cannot be read: {error.errors()[0]['msg']}")
+    except OSError as error:
+        return _broken(folder, f"run.json cannot be read: {error}")
+    record.dir = folder
+    if record.status == "running" and record.writer is not None and record.writer.is_gone():
+        said = f"the process that ran it (pid {record.writer.pid} on {record.writer.host}) is gone"
+        ended = datetime.fromtimestamp((folder / "run.json").stat().st_mtime, UTC)
+        return record.model_copy(
+            update={"status": "killed", "error": said, "exit_code": 137, "ended": _last_sign(folder, ended)}
+        )
+    return record
+
+
+def load(root: Path | str, run_id: str) -> RunRecord:
+    """One run by its id or an unambiguous part of it; ``last`` is the newest."""
+    ids = [f.name for f in sorted(Path(root).iterdir()) if f.is_dir()] if Path(root).is_dir() else []
+    found = ids[-1:] if run_id == "last" else ([run_id] if run_id in ids else [i for i in ids if run_id in i])
+    if len(found) == 1:
+        return read(Path(root) / found[0])
+    if found:
+        raise Refused("run", run_id, allowed="an id that names one run: " + ", ".join(found[:5]))
+    raise Refused("run", run_id, allowed=f"an id in {root}/", fix=nearest(run_id, ids) if ids else "make a run first")
+
+
+def where(root: Path | str, condition: str = "") -> list[dict[str, Any]]:
+    """Rows of the runs that satisfy a DuckDB condition, such as ``status = 'failed' and parameters.steps > 40``.
+
+    Only validated records are handed to DuckDB, since one truncated file would fail the whole query.
+    """
+    import duckdb
+
+    records = [json.loads(to_json(r.model_dump(mode="json"))) for r in scan(root)]
+    if not records:
+        return []
+    with tempfile.NamedTemporaryFile("w", suffix=".jsonl", encoding="utf-8") as file:
+        file.writelines(to_json(r) + "\n" for r in records)
+        file.flush()
+        try:
+            query = f"select * from read_json('{file.name}', format='newline_delimited', maximum_object_size=100000000)"
+            rows = duckdb.sql(f"{query} where {condition}" if condition else query)
+            return [dict(zip(rows.columns, values, strict=True)) for values in rows.fetchall()]
+        except duckdb.Error as error:
+            raise Refused(
+                "condition", condition, allowed="SQL over the fields of run.json", fix=str(error).split("\n")[0]
+            ) from None
+
+
+def progress(folder: Path) -> dict[str, Any]:
+    """The last ``progress.json`` of a run: ``done``, ``total``, ``label``, ``time``; empty where there is none."""
+    try:
+        return dict(json.loads((folder / "progress.json").read_bytes()))
+    except (OSError, ValueError):
+        return {}
+
+
+def finding(folder: Path) -> dict[str, Any]:
+    """The run's finding as plain data; empty where there is none or it cannot be read."""
+    try:
+        return dict(json.loads((folder / "finding.json").read_bytes()))
+    except (OSError, ValueError):
+        return {}
+
+
+def _broken(folder: Path, why: str) -> RunRecord:
+    return RunRecord(id=folder.name, notebook="", status="broken", error=why, dir=folder)
+
+
+def _last_sign(folder: Path, ended: datetime) -> datetime:
+    """When the run last wrote anything: the best that can be said of when it died."""
+    times = [p.stat().st_mtime for p in folder.iterdir() if p.is_file()]
+    return datetime.fromtimestamp(max(times), UTC) if times else ended
