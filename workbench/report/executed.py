@@ -19,25 +19,25 @@ MAX_LINE = 2_000
 MAX_HTML = 400_000
 KEPT_MIME = ("text/html", "image/svg+xml", "image/png", "image/jpeg", "text/latex", "text/markdown", "text/plain")
 TAGS = bleach.ALLOWED_TAGS | {
-    "br", "caption", "del", "details", "div", "figcaption", "figure", "h2", "h3", "h4", "hr", "img", "p", "pre", "progress",
-    "s", "span", "sub", "summary", "sup", "table", "tbody", "td", "tfoot", "th", "thead", "tr", "tt", "u",
+    "br", "caption", "del", "details", "div", "figcaption", "figure", "h2", "h3", "h4", "hr", "img", "p", "pre",
+    "progress", "s", "span", "sub", "summary", "sup", "table", "tbody", "td", "tfoot", "th", "thead", "tr", "tt", "u",
 }  # fmt: skip
 PLAIN_ATTRIBUTES = {"alt", "class", "colspan", "height", "max", "open", "rowspan", "scope", "title", "value", "width"}
 
 
-def read_executed(path: Path, finding: Finding | None = None) -> NotebookNode:
-    """The notebook with outputs cleaned, joined and capped; outputs that only show ``finding`` again are left out.
+def read_executed(path: Path, finding: Finding | None = None) -> list[NotebookNode]:
+    """The notebook's cells, outputs cleaned, joined and capped; outputs that only show ``finding`` again are left out.
 
     Raises:
         ValueError: the file is not a notebook.
     """
     try:
         notebook = nbformat.read(path, as_version=4)
+    except OSError:
+        raise
     except Exception as error:  # nbformat lets JSON, schema and attribute errors through, depending on what is broken
         raise ValueError(f"{path.name} cannot be read as a notebook: {error}") from error
-    cells = [_page_cell(cell, finding) for cell in notebook.cells]
-    kept = {k: notebook.metadata[k] for k in ("kernelspec", "language_info") if k in notebook.metadata}
-    return nbformat.v4.new_notebook(cells=cells, metadata=kept)
+    return [_page_cell(cell, finding) for cell in notebook.cells]
 
 
 def clean_html(html: str) -> str:
@@ -66,11 +66,11 @@ def _page_cell(cell: NotebookNode, finding: Finding | None) -> NotebookNode:
 
 
 def _demote_headings(source: str) -> str:
-    """Headings one level down, for the page has a title of its own; fenced code stays as it is."""
+    """Headings two levels down, under the page's own; fenced code stays as it is."""
     lines, fenced = [], False
     for line in source.splitlines():
         fenced ^= line.lstrip().startswith(("```", "~~~"))
-        lines.append(line if fenced else re.sub(r"^(#{1,5}) ", r"#\1 ", line))
+        lines.append(line if fenced else re.sub(r"^(#{1,4}) ", r"##\1 ", line))
     return "\n".join(lines)
 
 
@@ -94,8 +94,8 @@ def _page_output(output: NotebookNode, finding: Finding | None) -> NotebookNode:
         return output
     mark = output.metadata.get(FINDING_MARK)
     if finding and mark == {"name": finding.name, "created": finding.created.isoformat()}:
-        note = "The finding shown here has its figures and tables at the top of this page."
-        return new_output("display_data", {"text/html": f'<p class="wb-note">{note}</p>'})
+        note = "*The finding shown here has its figures and tables at the top of this page.*"
+        return new_output("display_data", {"text/markdown": note})
     return new_output("display_data", _page_data(output.data))
 
 
@@ -113,7 +113,7 @@ def _page_data(data: NotebookNode) -> dict[str, Any]:
 
 def capped(text: str) -> str:
     """Text as a terminal would leave it (carriage returns overwrite), its middle left out when it is long."""
-    lines = [line.rstrip("\r").rsplit("\r", 1)[-1] for line in text.split("\n")]
+    lines = [line.rstrip("\r").rsplit("\r", 1)[-1] for line in text.rstrip("\n").split("\n")]
     lines = [line if len(line) <= MAX_LINE else f"{line[:MAX_LINE]}… ({len(line) - MAX_LINE:,} more)" for line in lines]
     if len(lines) > MAX_LINES:
         left_out = f"… {len(lines) - MAX_LINES:,} lines left out; the run's notebook has them …"

@@ -78,8 +78,8 @@ def log_axis(axis: Axis, low: float, high: float, unit: str = "") -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.4g}{unit}"))
 
 
-def ratio_axis(axes: Axes, low: float, high: float, *, log: bool) -> None:
-    """A horizontal axis of ratios that always shows 1."""
+def ratio_axis(axes: Axes, low: float = 1.0, high: float = 1.0, *, log: bool = True) -> None:
+    """A horizontal axis of ratios that shows everything from ``low`` to ``high``, and always 1."""
     low, high = min(low, 1.0), max(high, 1.0)
     pad = (high / low) ** 0.08 if high > low else 1.05
     low, high = low / pad, high * pad

@@ -102,7 +102,14 @@ def predictions(finding: Finding) -> Table:
     return Table(["arm", "quantity", "predicted", "measured", "error", "method"], rows, frozenset({2, 3, 4}))
 
 
+def predictions_before(checks: Sequence[PredictionCheck]) -> Table:
+    """What is expected of each arm, before anything has run."""
+    rows = [[*prediction_row(p)[:3], p.method] for p in checks]
+    return Table(["arm", "quantity", "predicted", "method"], rows, frozenset({2}))
+
+
 def prediction_row(p: PredictionCheck) -> list[str]:
+    """Arm, quantity, predicted, measured, error, method."""
     write = {"step_time": seconds, "peak_memory_bytes": size}.get(p.quantity, lambda v: f"{v:.2f}×")
     measured = NONE if p.measured is None else write(p.measured)
     error = NONE if p.error is None else f"{p.error:+.0%}".replace("-", "−")
