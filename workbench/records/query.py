@@ -68,8 +68,9 @@ def where(root: Path | str, condition: str = "") -> list[dict[str, Any]]:
         file.flush()
         try:
             query = f"select * from read_json('{file.name}', format='newline_delimited', maximum_object_size=100000000)"
-            rows = duckdb.sql(f"{query} where {condition}" if condition else query)
-            return [dict(zip(rows.columns, values, strict=True)) for values in rows.fetchall()]
+            rows = duckdb.execute(f"{query} where {condition}" if condition else query)
+            names = [column[0] for column in rows.description or ()]
+            return [dict(zip(names, values, strict=True)) for values in rows.fetchall()]
         except duckdb.Error as error:
             raise Refused(
                 "condition", condition, allowed="SQL over the fields of run.json", fix=str(error).split("\n")[0]
