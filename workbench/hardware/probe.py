@@ -1,0 +1,142 @@
+"""Measures a device and prints one JSON line: ``python -m workbench.hardware.probe [auto|cpu|cuda|cuda:N]``."""
+
+import os
+import statistics
+import sys
+import time
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import torch
+
+from workbench.hardware.facts import NO_DEVICE, DeviceFacts
+
+PEAKS = Path(__file__).with_name("peaks.toml")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def main(asked: str) -> int:
+    there = ["cpu", *(f"cuda:{k}" for k in range(torch.cuda.device_count()))]
+    name = {"auto": there[1] if len(there) > 1 else "cpu", "cuda": "cuda:0"}.get(asked, asked)
+    if name not in there:
+        print("auto, " + ", ".join(there))
+        return NO_DEVICE
+    facts = _cpu() if name == "cpu" else _cuda(torch.device(name))
+    print(facts.model_dump_json())
+    return 0
+
+
+def _cpu() -> DeviceFacts:
+    peaks = {name: _matmul_rate(dtype, 384 if name == "fp16" else 1024, "cpu") for name, dtype in DTYPES.items()}
+    return DeviceFacts(
+        device="cpu",
+        kind="cpu",
+        name=_cpu_name(),
+        memory_bytes=_memory_limit(),
+        peak_flops=peaks,
+        peak_source="measured matmul",
+        memory_bandwidth=_copy_rate("cpu", 2**26),
+        bandwidth_source="measured copy",
+        op_overhead_s=_op_overhead("cpu"),
+        torch_version=torch.__version__,
+        threads=torch.get_num_threads(),
+    )
+
+
+def _cuda(device: torch.device) -> DeviceFacts:
+    name = torch.cuda.get_device_name(device)
+    entry = next((g for g in tomllib.loads(PEAKS.read_text())["gpu"] if g["name"] in name), None)
+    if entry:
+        peaks = {k: entry[k] * 1e12 for k in ("fp32", "tf32", "bf16", "fp16") if k in entry}
+        bandwidth = entry["bandwidth"] * 1e9
+    else:
+        peaks = {k: _matmul_rate(dtype, 8192, device) for k, dtype in DTYPES.items()}
+        bandwidth = _copy_rate(device, 2**30)
+    return DeviceFacts(
+        device=str(device),
+        kind="cuda",
+        name=name,
+        count=torch.cuda.device_count(),
+        memory_bytes=torch.cuda.get_device_properties(device).total_memory,
+        peak_flops=peaks,
+        peak_source="datasheet" if entry else "measured matmul",
+        memory_bandwidth=bandwidth,
+        bandwidth_source="datasheet" if entry else "measured copy",
+        op_overhead_s=_op_overhead(device),
+        power_cap_watts=_power_cap(device.index),
+        torch_version=torch.__version__,
+        threads=torch.get_num_threads(),
+    )
+
+
+def _seconds(run: Callable[[], object], device: torch.device | str, at_least_s: float = 0.15) -> float:
+    """Median seconds of one call, over as many as fit in ``at_least_s`` and three at least."""
+    sync = torch.cuda.synchronize if str(device) != "cpu" else lambda: None
+    run()
+    sync()
+    times: list[float] = []
+    end = time.perf_counter() + at_least_s
+    while len(times) < 3 or time.perf_counter() < end:
+        start = time.perf_counter()
+        run()
+        sync()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _matmul_rate(dtype: torch.dtype, n: int, device: torch.device | str) -> float:
+    """Achieved FLOP/s of an n × n matrix product, 2n³ operations; on random values, since zeros can run faster."""
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    return 2 * n**3 / _seconds(lambda: a @ b, device)
+
+
+def _copy_rate(device: torch.device | str, size: int) -> float:
+    source = torch.ones(size // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / _seconds(lambda: target.copy_(source), device)
+
+
+def _op_overhead(device: torch.device | str) -> float:
+    x = torch.ones(1, device=device)
+
+    def hundred() -> None:
+        for _ in range(100):
+            x.add(1)
+
+    return _seconds(hundred, device) / 100
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else 'CPU'}, {torch.get_num_threads()} threads"
+
+
+def _memory_limit() -> int:
+    """Bytes this process may use: the container's limit where one is set, else the machine's memory."""
+    total = psutil.virtual_memory().total
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return total
+    return min(total, int(limit)) if limit.isdigit() else total
+
+
+def _power_cap(index: int | None) -> float | None:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return pynvml.nvmlDeviceGetEnforcedPowerLimit(pynvml.nvmlDeviceGetHandleByIndex(index or 0)) / 1000
+    except Exception:  # no library, no driver, or a device that does not tell
+        return None
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    sys.exit(main(sys.argv[1] if len(sys.argv) > 1 else "auto"))
