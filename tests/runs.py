@@ -43,7 +43,7 @@ def write_sample_runs(root: Path) -> None:
 
 
 def executed_notebook(finding: Finding | None) -> nbformat.NotebookNode:
-    """Outputs of every kind that once broke a page: progress bars, floods, scripts, pictures and widgets from elsewhere."""
+    """Outputs of every kind that breaks a page: progress bars, floods, scripts, widgets, pictures from elsewhere."""
     widget = {"application/vnd.jupyter.widget-view+json": {"model_id": "gone", "version_major": 2, "version_minor": 0}}
     fetching = (
         '<script src="https://example.org/a.js"></script><img src="https://example.org/a.png" onerror="alert(1)">'
@@ -60,6 +60,5 @@ def executed_notebook(finding: Finding | None) -> nbformat.NotebookNode:
         outputs.append(new_output("display_data", {"text/html": static_html(finding)}, metadata=mark))
     prose = f"# A notebook\n\n$\\frac{{p-1}}{{m+p-1}}$ ![far](https://example.org/b.png)\n\n{fetching}\n\n$$x^2$$\n\n$\\frac$"
     cells = [new_markdown_cell(prose), new_code_cell("ablation.run()", outputs=outputs, execution_count=1)]
-    return new_notebook(
-        cells=cells, metadata={"widgets": {"application/vnd.jupyter.widget-state+json": {"state": {"m": {}}}}}
-    )
+    state = {"application/vnd.jupyter.widget-state+json": {"state": {"m": {}}}}
+    return new_notebook(cells=cells, metadata={"widgets": state})

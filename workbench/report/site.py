@@ -74,8 +74,8 @@ def _run_sphinx(source: Path, built: Path) -> None:
         app.build(force_all=True)
     if app.statuscode:
         raise RuntimeError(f"Sphinx could not build the site:\n{warnings.getvalue()}")
-    # Left over from the build: a picture of its state that no reader needs.
-    shutil.rmtree(built / "_sources", ignore_errors=True)
+    # A template that the theme leaves among its static files; opened as a page, it asks for files that do not exist.
+    (built / "_static" / "webpack-macros.html").unlink(missing_ok=True)
 
 
 def _configuration() -> dict[str, object]:
@@ -96,6 +96,7 @@ def _configuration() -> dict[str, object]:
         "html_theme": "pydata_sphinx_theme",
         "html_static_path": ["static"],
         "html_css_files": ["workbench.css"],
+        "html_use_index": False,
         "html_copy_source": False,
         "html_show_sourcelink": False,
         "html_show_sphinx": False,
