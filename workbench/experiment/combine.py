@@ -44,7 +44,9 @@ def combination_arms(baseline: Mapping[str, Any], options: Options) -> list[Arm]
             field, for then their order would decide.
     """
     if len(options) < 2:
-        raise Refused("options of a ladder", list(options), allowed="two or more", fix="name at least two optimisations")
+        raise Refused(
+            "options of a ladder", list(options), allowed="two or more", fix="name at least two optimisations"
+        )
     names = list(options)
     fields = [(field, name) for name, settings in options.items() for field in flatten(settings)]
     for field, name in fields:
@@ -75,7 +77,13 @@ def contributions(finding: Finding, names: list[str]) -> list[Contribution]:
         (alone, alone_i), (last, last_i), (added, added_i) = views
         found.append(
             Contribution(
-                option=name, alone=alone, alone_interval=alone_i, last=last, last_interval=last_i, added=added, added_interval=added_i
+                option=name,
+                alone=alone,
+                alone_interval=alone_i,
+                last=last,
+                last_interval=last_i,
+                added=added,
+                added_interval=added_i,
             )
         )
     return found

@@ -1,0 +1,1 @@
+"""What a training step should cost, by formula: parameters, FLOPs, memory, time. Plain arithmetic, no torch."""
