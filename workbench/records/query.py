@@ -10,20 +10,34 @@ from pydantic import ValidationError
 
 from workbench.errors import Refused, nearest
 from workbench.records.atomic import to_json
-from workbench.records.record import RunRecord
+from workbench.records.record import EXIT_CODES, RunRecord
+
+STALE_AFTER_S = 600
+"""Ten minutes; the batch runner touches ``run.json`` every half minute."""
 
 
 def scan(root: Path | str = "runs") -> list[RunRecord]:
     """All runs below ``root`` in order of their ids, which is the order in which they began."""
-    root = Path(root)
-    if not root.is_dir():
-        return []
-    folders = [f for f in sorted(root.iterdir()) if f.is_dir() and not f.name.startswith(".")]
-    return [read(folder) for folder in folders]
+    return [read(folder) for folder in _folders(Path(root))]
 
 
 def read(folder: Path) -> RunRecord:
-    """The record of one run, true to what is known now: ``running`` becomes ``killed`` once its writer is gone."""
+    """The record of one run, true to what is known now: ``running`` becomes ``killed`` or ``stale``."""
+    record = _stored(folder)
+    if record.status != "running" or record.writer is None:
+        return record
+    if record.writer.is_gone():
+        record = _stored(folder)  # the writer may have written its last word since, and ended
+        return _killed(record) if record.status == "running" else record
+    silent = (datetime.now(UTC) - _last_sign(folder)).total_seconds()
+    if record.writer.is_elsewhere() and silent > STALE_AFTER_S:
+        host = record.writer.host
+        said = f"nothing written for {silent / 60:.0f} minutes; whether {host} still runs it cannot be seen from here"
+        return record.model_copy(update={"status": "stale", "error": said})
+    return record
+
+
+def _stored(folder: Path) -> RunRecord:
     try:
         record = RunRecord.model_validate_json((folder / "run.json").read_bytes())
     except FileNotFoundError:
@@ -33,18 +47,19 @@ def read(folder: Path) -> RunRecord:
     except OSError as error:
         return _broken(folder, f"run.json cannot be read: {error}")
     record.dir = folder
-    if record.status == "running" and record.writer is not None and record.writer.is_gone():
-        said = f"the process that ran it (pid {record.writer.pid} on {record.writer.host}) is gone"
-        ended = datetime.fromtimestamp((folder / "run.json").stat().st_mtime, UTC)
-        return record.model_copy(
-            update={"status": "killed", "error": said, "exit_code": 137, "ended": _last_sign(folder, ended)}
-        )
     return record
+
+
+def _killed(record: RunRecord) -> RunRecord:
+    assert record.writer is not None
+    said = f"the process that ran it (pid {record.writer.pid} on {record.writer.host}) is gone"
+    end = {"status": "killed", "error": said, "exit_code": EXIT_CODES["killed"], "ended": _last_sign(record.dir)}
+    return record.model_copy(update=end)
 
 
 def load(root: Path | str, run_id: str) -> RunRecord:
     """One run by its id or an unambiguous part of it; ``last`` is the newest."""
-    ids = [f.name for f in sorted(Path(root).iterdir()) if f.is_dir()] if Path(root).is_dir() else []
+    ids = [folder.name for folder in _folders(Path(root))]
     found = ids[-1:] if run_id == "last" else ([run_id] if run_id in ids else [i for i in ids if run_id in i])
     if len(found) == 1:
         return read(Path(root) / found[0])
@@ -97,7 +112,14 @@ def _broken(folder: Path, why: str) -> RunRecord:
     return RunRecord(id=folder.name, notebook="", status="broken", error=why, dir=folder)
 
 
-def _last_sign(folder: Path, ended: datetime) -> datetime:
-    """When the run last wrote anything: the best that can be said of when it died."""
-    times = [p.stat().st_mtime for p in folder.iterdir() if p.is_file()]
-    return datetime.fromtimestamp(max(times), UTC) if times else ended
+def _folders(root: Path) -> list[Path]:
+    if not root.is_dir():
+        return []
+    return [f for f in sorted(root.iterdir()) if f.is_dir() and not f.name.startswith(".")]
+
+
+def _last_sign(folder: Path) -> datetime:
+    """When anything of the run was last written: its sign of life, or the best that can be said of when it died."""
+    files = ("run.json", "progress.json", "metrics.jsonl", "finding.json", "notebook.ipynb")
+    times = [path.stat().st_mtime for name in files if (path := folder / name).exists()]
+    return datetime.fromtimestamp(max(times, default=0), UTC)

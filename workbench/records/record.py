@@ -8,7 +8,8 @@ from typing import Any, Literal
 import psutil
 from pydantic import BaseModel, ConfigDict, Field
 
-Status = Literal["running", "completed", "failed", "killed", "timeout", "interrupted", "refused", "broken"]
+Status = Literal["running", "completed", "failed", "killed", "timeout", "interrupted", "refused", "stale", "broken"]
+"""The last two are a reader's word and never written: ``stale`` is a run of another host that has gone silent."""
 EXIT_CODES: dict[Status, int] = {
     "completed": 0,
     "failed": 1,
@@ -31,9 +32,12 @@ class Writer(BaseModel):
         process = psutil.Process()
         return cls(pid=process.pid, created=process.create_time(), host=hostname())
 
+    def is_elsewhere(self) -> bool:
+        return self.host != hostname()
+
     def is_gone(self) -> bool:
         """Whether the process has surely ended. Of another host's processes nothing can be said from here."""
-        if self.host != hostname():
+        if self.is_elsewhere():
             return False
         try:
             process = psutil.Process(self.pid)

@@ -3,6 +3,7 @@
 import os
 import re
 import secrets
+import shutil
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -53,19 +54,6 @@ class Run:
         """
         run_id = run_id or new_id(notebook)
         folder = Path(root) / run_id
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            folder.mkdir()
-            (folder / "artifacts").mkdir()
-        except FileExistsError:
-            raise Refused("output folder", str(folder), allowed="one that does not exist", fix="name another") from None
-        except OSError as error:
-            raise Refused(
-                "output folder",
-                str(folder),
-                allowed=f"a folder that can be written to ({error.strerror})",
-                fix="name another root",
-            ) from None
         record = RunRecord(
             id=run_id,
             notebook=notebook,
@@ -79,7 +67,19 @@ class Run:
             dir=folder,
         )
         run = cls(folder, record)
-        run._save()
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir()
+        except FileExistsError:
+            raise Refused("output folder", str(folder), allowed="one that does not exist", fix="name another") from None
+        except OSError as error:
+            raise _not_writable(folder, error) from None
+        try:
+            (folder / "artifacts").mkdir()
+            run._save()
+        except OSError as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise _not_writable(folder, error) from None
         return run
 
     @classmethod
@@ -125,6 +125,11 @@ class Run:
     def _save(self) -> None:
         assert self.record is not None
         write_json(self.dir / "run.json", self.record.model_dump(mode="json"))
+
+
+def _not_writable(folder: Path, error: OSError) -> Refused:
+    allowed = f"a folder that can be written to ({error.strerror})"
+    return Refused("output folder", str(folder), allowed=allowed, fix="free space there, or name another root")
 
 
 def new_id(notebook: str) -> str:
