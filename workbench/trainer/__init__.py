@@ -1,0 +1,1 @@
+"""One training step done right: loop, precision, gradients, batch size, checkpoint, meters."""

@@ -1,0 +1,196 @@
+"""The training run: builds what a configuration asks for and takes steps."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from workbench.data.datasets import open_dataset
+from workbench.data.loading import Loader, validation_batches
+from workbench.data.sources import check_source
+from workbench.errors import Refused
+from workbench.hardware.meters import EnergyMeter, PeakMemory
+from workbench.models.build import build_model
+from workbench.trainer import checkpoint
+from workbench.trainer.config import TrainConfig
+from workbench.trainer.meters import StepClock, StepTimes
+from workbench.trainer.optim import learning_rate, make_optimizer
+from workbench.trainer.precision import LossScaler, autocast, set_matmul_precision
+from workbench.trainer.step import train_step
+
+READ_EVERY = 32
+"""Steps between two reads of the device's values: rare enough to cost nothing, often enough to notice a divergence."""
+
+
+class Diverged(RuntimeError):
+    """The loss stopped being finite without a loss scaler to recover it."""
+
+    def __init__(self, step: int, loss: float) -> None:
+        super().__init__(f"loss is {loss} at step {step}")
+        self.step, self.loss = step, loss
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step. ``grad_norm`` is before clipping; ``step`` counts attempts from 0, skipped ones included."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    loss_scale: float | None
+    skipped: bool
+    samples: int
+    times: StepTimes
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Mean loss and share of right answers over the validation split."""
+
+    loss: float
+    accuracy: float
+    num_samples: int
+
+
+class Callback(Protocol):
+    """What can watch a run, step by step."""
+
+    def on_step(self, trainer: "Trainer", record: StepRecord) -> None: ...
+
+
+class Trainer:
+    """A run of ``config``, to be advanced by ``train`` in as many pieces as one likes.
+
+    Attributes:
+        step: attempts so far, skipped ones included.
+        updates: updates applied so far; the learning-rate schedule follows these.
+
+    Raises:
+        Refused: a configuration that cannot run here.
+    """
+
+    def __init__(self, config: TrainConfig, *, callbacks: Sequence[Callback] = ()) -> None:
+        self.config, self.callbacks = config, list(callbacks)
+        self.device = resolve_device(config.device)
+        set_matmul_precision(config.precision, self.device)
+        torch.manual_seed(config.seed)
+        info = check_source(config.data)
+        if config.global_batch > info.num_train:
+            raise Refused(
+                "global_batch",
+                config.global_batch,
+                allowed=f"at most the {info.num_train} training samples of {config.data}",
+            )
+        channels, height, _ = info.image_shape
+        self.model: nn.Module = build_model(
+            config.model, num_classes=info.num_classes, image_size=height, in_channels=channels, **config.model_args
+        ).to(self.device)
+        self._forward: Callable[[Tensor], Tensor] = torch.compile(self.model) if config.compile else self.model
+        self._parameters: list[Tensor] = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = make_optimizer(self.model, config)
+        self.scaler = LossScaler(config.loss_scaling, config.precision, self.device)
+        self.loader = Loader(
+            open_dataset(config.data, "train"), config.global_batch, seed=config.seed, num_workers=config.num_workers
+        )
+        self.step, self.updates = 0, 0
+        self.peak_memory = PeakMemory(self.device)
+        self.energy = EnergyMeter(self.device)
+        self._clock = StepClock(self.device)
+
+    def train(self, num_steps: int, on_step: Callable[[StepRecord], None] | None = None) -> list[StepRecord]:
+        """Take ``num_steps`` steps from where the run is.
+
+        Raises:
+            Diverged: a loss was not finite and no loss scaler is at work.
+        """
+        self.model.train()
+        records: list[StepRecord] = []
+        while num_steps > 0:
+            block = self._take(min(num_steps, READ_EVERY))
+            num_steps -= len(block)
+            records += block
+            for record in block:
+                for callback in self.callbacks:
+                    callback.on_step(self, record)
+                if on_step:
+                    on_step(record)
+                if not math.isfinite(record.loss) and not self.scaler.enabled:
+                    raise Diverged(record.step, record.loss)
+        return records
+
+    def _take(self, num_steps: int) -> list[StepRecord]:
+        """Steps whose losses stay on the device until the last is taken."""
+        taken = []
+        for _ in range(num_steps):
+            rate = learning_rate(self.config, self.updates)
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self._clock.begin()
+            self._clock.wait_begins()
+            images, labels = next(self.loader)
+            images, labels = images.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
+            self._clock.wait_ends()
+            scale = self.scaler.value
+            outcome = train_step(
+                self._forward,
+                self._parameters,
+                self.optimizer,
+                self.scaler,
+                images,
+                labels,
+                config=self.config,
+                loss_function=self._loss,
+                clock=self._clock,
+            )
+            taken.append((self.step, outcome, rate, scale))
+            self.step += 1
+            self.updates += not outcome.skipped
+        values = torch.stack([torch.stack((o.loss.float(), o.grad_norm.float())) for _, o, _, _ in taken]).tolist()
+        times = self._clock.resolve()
+        samples = self.config.global_batch
+        return [
+            StepRecord(step, loss, norm, rate, scale, outcome.skipped, samples, time)
+            for (step, outcome, rate, scale), (loss, norm), time in zip(taken, values, times, strict=True)
+        ]
+
+    def _loss(self, logits_BK: Tensor, labels_B: Tensor) -> Tensor:
+        return F.cross_entropy(logits_BK, labels_B, label_smoothing=self.config.label_smoothing)
+
+    @torch.no_grad()
+    def evaluate(self) -> Evaluation:
+        """Loss and accuracy over the whole validation split, in the precision of training."""
+        self.model.eval()
+        loss, right, count = 0.0, 0, 0
+        for images, labels in validation_batches(open_dataset(self.config.data, "val"), self.config.global_batch):
+            images, labels = images.to(self.device), labels.to(self.device)
+            with autocast(self.config.precision, self.device):
+                logits = self.model(images).float()
+            loss += F.cross_entropy(logits, labels, reduction="sum").item()
+            right += int((logits.argmax(1) == labels).sum())
+            count += len(labels)
+        return Evaluation(loss / count, right / count, count)
+
+    def save(self, path: Path | str) -> None:
+        """Write the run's whole state to one file, atomically. See ``checkpoint.save``."""
+        checkpoint.save(self, Path(path))
+
+    def load(self, path: Path | str) -> None:
+        """Go on exactly from a saved state."""
+        checkpoint.load(self, Path(path))
+
+
+def resolve_device(name: str) -> torch.device:
+    """``auto`` is the first GPU, else the CPU."""
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    there = ["cpu", *(f"cuda:{k}" for k in range(torch.cuda.device_count()))]
+    wanted = "cuda:0" if name == "cuda" else name
+    if wanted not in there:
+        raise Refused("device", name, allowed="auto, " + ", ".join(there), fix="use device=auto")
+    return torch.device(wanted)

@@ -1,0 +1,92 @@
+"""The dtype that a step computes in, and the loss scale that keeps fp16 gradients from vanishing."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from workbench.errors import Refused
+from workbench.trainer.config import LossScaling, Precision
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def set_matmul_precision(precision: Precision, device: torch.device) -> None:
+    """TF32 for fp32 matrix products when asked for, and else off: a baseline called fp32 is fp32."""
+    if precision == "tf32" and device.type != "cuda":
+        raise Refused(
+            "precision",
+            "tf32",
+            allowed="fp32, bf16 or fp16 on this device",
+            fix="TF32 is a mode of NVIDIA matrix units; use fp32",
+        )
+    torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+    torch.backends.cudnn.allow_tf32 = precision == "tf32"
+
+
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
+    """The region in which operators run in half precision; weights stay fp32. Nothing for fp32 and tf32."""
+    dtype = AUTOCAST.get(precision)
+    return torch.autocast(device.type, dtype=dtype) if dtype else nullcontext()
+
+
+class LossScaler:
+    """Loss scaling for fp16 over ``torch.amp.GradScaler``; does nothing in other precisions.
+
+    One step is ``scale`` → backward → ``unscale`` → clipping → ``step``. ``step`` skips the update when ``unscale`` found a
+    non-finite gradient, which is the scaler's way of finding the largest scale, not a fault.
+    """
+
+    def __init__(self, config: LossScaling, precision: Precision, device: torch.device) -> None:
+        self.enabled = precision == "fp16" and config.mode != "none"
+        never = 2**31 - 1
+        self._scaler = torch.amp.GradScaler(
+            device.type,
+            init_scale=config.init,
+            growth_factor=config.growth,
+            backoff_factor=config.backoff if config.mode == "dynamic" else 1.0,
+            growth_interval=config.interval if config.mode == "dynamic" else never,
+            enabled=self.enabled,
+        )
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return self._scaler.scale(loss)
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        self._scaler.unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Update the weights unless a gradient was not finite; whether the update was skipped."""
+        if not self.enabled:
+            optimizer.step()
+            return False
+        # GradScaler.step returns the optimizer's result, None on a skip as on success; the found-inf flag is what tells.
+        found = self._scaler._found_inf_per_device(optimizer)
+        skipped = any(flag.item() > 0 for flag in found.values())
+        self._scaler.step(optimizer)
+        self._scaler.update()
+        return skipped
+
+    @property
+    def value(self) -> float | None:
+        return float(self._scaler.get_scale()) if self.enabled else None
+
+    def state_dict(self) -> dict[str, object]:
+        return self._scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        self._scaler.load_state_dict(state)
+
+
+def clip(parameters: list[Tensor], max_norm: float | None) -> Tensor:
+    """Clip the gradients' global 2-norm to ``max_norm``; the norm before clipping, as a scalar tensor.
+
+    A non-finite norm leaves the gradients untouched: scaling by it would turn every gradient to 0 or NaN and hide the layer
+    where it began.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+    if max_norm is not None:
+        factor = torch.where(torch.isfinite(norm), (max_norm / (norm + 1e-6)).clamp(max=1.0), torch.ones_like(norm))
+        torch._foreach_mul_(gradients, factor)
+    return norm
