@@ -1,44 +1,37 @@
-"""Croissant manifests (JSON-LD, mlcommons.org/croissant): which files a data set has and what they must hash to. No torch."""
+"""Croissant manifests (JSON-LD, mlcommons.org/croissant): which files a data set has and what they must hash to. No torch.
+
+Beyond plain Croissant the workbench reads a record set ``splits`` with the number of samples of each, and as measured
+variables ``reader``, ``num_classes`` and ``image_shape``.
+"""
 
 import hashlib
 import json
 import os
+import re
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from workbench.errors import Refused, nearest
 
 REPOSITORY = Path(__file__).parents[2]
-CONTEXT_SOURCE = "digits.json"
+ARCHIVES = (".tar", ".tar.gz", ".tgz")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+HASHES = {"sha256": re.compile(r"[0-9a-f]{64}"), "md5": re.compile(r"[0-9a-f]{32}")}
 
 
 class DataFile(BaseModel):
+    """One file: its place below the data set's folder, where to get it (empty: nowhere), and its hash."""
+
     model_config = ConfigDict(frozen=True)
 
     name: str
-    url: str
+    url: str = ""
     size_bytes: int | None = None
     sha256: str = ""
     md5: str = ""
-
-    def verify(self, path: Path) -> None:
-        """Refuse a file that is not there or not the one that the manifest names."""
-        if not path.is_file():
-            raise Refused(
-                "data file", str(path), allowed=f"the file at {self.url}", fix="run `workbench data fetch NAME`"
-            )
-        algorithm, expected = ("sha256", self.sha256) if self.sha256 else ("md5", self.md5)
-        with path.open("rb") as file:
-            found = hashlib.file_digest(file, algorithm).hexdigest()
-        if found != expected:
-            raise Refused(
-                f"{algorithm} of {path}",
-                found,
-                allowed=f"{expected}, as its manifest says",
-                fix="delete the file and fetch it again",
-            )
 
 
 class Manifest(BaseModel):
@@ -50,36 +43,52 @@ class Manifest(BaseModel):
     description: str
     licence: str
     citation: str
-    files: list[DataFile]
+    files: list[DataFile] = Field(min_length=1)
     reader: Literal["digits", "cifar10", "imagefolder"]
-    num_classes: int
+    num_classes: int = Field(gt=1)
     image_shape: tuple[int, int, int]
     """Channels, height, width."""
-    num_train: int
-    num_val: int
+    num_train: int = Field(gt=0)
+    num_val: int = Field(gt=0)
     sha256: str
     """Of the manifest file itself, for provenance."""
 
+    @property
+    def archive(self) -> str | None:
+        """The name of the one archive that holds everything, where there is one."""
+        only = self.files[0].name if len(self.files) == 1 else ""
+        return only if only.endswith(ARCHIVES) else None
+
 
 def manifest_folder() -> Path:
-    return Path(os.environ.get("WORKBENCH_MANIFESTS", REPOSITORY / "data_manifests"))
+    """``$WORKBENCH_MANIFESTS``, or ``data_manifests/`` of the repository."""
+    return Path(os.environ.get("WORKBENCH_MANIFESTS") or REPOSITORY / "data_manifests")
 
 
 def data_folder() -> Path:
-    """Where fetched files lie: ``$WORKBENCH_DATA``, or ``data/`` in the working folder."""
-    return Path(os.environ.get("WORKBENCH_DATA", "data"))
+    """Where fetched files lie: ``$WORKBENCH_DATA``, or ``data/`` of the repository."""
+    return Path(os.environ.get("WORKBENCH_DATA") or REPOSITORY / "data")
 
 
 def manifest_names() -> list[str]:
     return sorted(path.stem for path in manifest_folder().glob("*.json"))
 
 
+def manifest_sha256(name: str) -> str:
+    """The hash of a manifest file, which stands for the files that it names."""
+    return read_manifest(name).sha256
+
+
 def read_manifest(name: str) -> Manifest:
-    """The manifest called ``name`` in the manifest folder."""
+    """The manifest called ``name`` in the manifest folder.
+
+    Raises:
+        Refused: there is none (the nearest names are offered), or ``parse_manifest`` refuses it.
+    """
     names = manifest_names()
     if name not in names:
         raise Refused(
-            "data set", name, allowed="a manifest in data_manifests/", fix=nearest(name, names) if names else ""
+            "data set", name, allowed=f"a manifest in {manifest_folder()}", fix=nearest(name, names) if names else ""
         )
     return parse_manifest(manifest_folder() / f"{name}.json")
 
@@ -88,87 +97,94 @@ def parse_manifest(path: Path) -> Manifest:
     """Read one Croissant file.
 
     Raises:
-        Refused: not JSON, a field missing, no hash, or a file name that leads out of the data folder.
+        Refused: not JSON, a field missing or of the wrong kind, no usable hash, a file name or relative address that leads
+            out of the data folder, an address that is not http.
     """
     content = path.read_bytes()
     try:
-        raw: dict[str, Any] = json.loads(content)
-        values = {item["name"]: item["value"] for item in raw["variableMeasured"]}
-        files = [_file(path, item) for item in raw["distribution"] if item["@type"] == "cr:FileObject"]
-        return Manifest(
-            name=raw["name"],
-            description=raw["description"],
-            licence=raw["license"],
-            citation=raw["citeAs"],
-            files=files,
-            sha256=hashlib.sha256(content).hexdigest(),
-            **values,
-        )
+        raw = json.loads(content.decode("utf-8-sig"))
     except json.JSONDecodeError as error:
         raise Refused(f"manifest {path} is not JSON (line {error.lineno}: {error.msg})", fix="restore it") from None
-    except (KeyError, TypeError) as error:
-        raise Refused(f"manifest {path} lacks the field {error}", fix=f"compare it with {CONTEXT_SOURCE}") from None
+    except UnicodeDecodeError as error:
+        raise Refused(f"manifest {path} is not UTF-8 ({error.reason})", fix="restore it") from None
+    if not isinstance(raw, dict):
+        raise Refused(f"manifest {path}", type(raw).__name__, allowed="a JSON object")
+    variables = {_text(path, v, "name"): v.get("value") for v in _objects(path, raw, "variableMeasured")}
+    splits = _splits(path, raw)
+    name = _text(path, raw, "name")
+    if not NAME.fullmatch(name) or name != path.stem:
+        raise Refused(f"name in manifest {path}", name, allowed=f"{path.stem}, as the file is called")
+    files = [o for o in _objects(path, raw, "distribution") if o.get("@type") in {"cr:FileObject", "FileObject"}]
+    try:
+        return Manifest.model_validate(
+            {
+                "name": name,
+                "description": _text(path, raw, "description"),
+                "licence": _text(path, raw, "license"),
+                "citation": _text(path, raw, "citeAs"),
+                "files": [_file(path, item) for item in files],
+                "reader": variables.get("reader"),
+                "num_classes": variables.get("num_classes"),
+                "image_shape": variables.get("image_shape"),
+                "num_train": splits.get("train"),
+                "num_val": splits.get("val"),
+                "sha256": hashlib.sha256(content).hexdigest(),
+            }
+        )
     except ValidationError as error:
         first = error.errors()[0]
-        raise Refused(f"manifest {path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise Refused(
+            f"manifest {path}: {'.'.join(map(str, first['loc']))}",
+            first["input"],
+            allowed=first["msg"],
+            fix="compare it with data_manifests/digits.json",
+        ) from None
+
+
+def _objects(path: Path, raw: dict[str, Any], field: str) -> list[dict[str, Any]]:
+    value = raw.get(field)
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise Refused(f"field {field!r} of manifest {path}", value, allowed="a list of objects")
+    return value
+
+
+def _text(path: Path, raw: dict[str, Any], field: str) -> str:
+    value = raw.get(field)
+    if not isinstance(value, str) or not value:
+        raise Refused(f"field {field!r} of manifest {path} is missing or not text", fix=f"add {field!r}")
+    return value
+
+
+def _splits(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
+    for record_set in _objects(path, raw, "recordSet"):
+        if record_set.get("@id") == "splits":
+            rows = _objects(path, record_set, "data")
+            return {_text(path, row, "splits/name"): row.get("splits/num_samples") for row in rows}
+    raise Refused(f"manifest {path} has no record set 'splits'", fix="compare it with data_manifests/digits.json")
 
 
 def _file(path: Path, item: dict[str, Any]) -> DataFile:
-    name = PurePosixPath(item["name"])
-    if name.is_absolute() or ".." in name.parts or "\\" in item["name"] or not name.name:
-        raise Refused(f"file name in manifest {path}", item["name"], allowed="a relative path without '..'")
-    if not (item.get("sha256") or item.get("md5")):
-        raise Refused(f"file {item['name']!r} in manifest {path} has neither sha256 nor md5", fix="add its hash")
-    size = str(item.get("contentSize", "")).removesuffix(" B")
-    return DataFile(
-        name=str(name),
-        url=item["contentUrl"],
-        size_bytes=int(size) if size.isdigit() else None,
-        sha256=item.get("sha256", ""),
-        md5=item.get("md5", ""),
-    )
+    name, address = _text(path, item, "name"), _text(path, item, "contentUrl")
+    _check_inside(path, name)
+    scheme = urlsplit(address).scheme
+    if not scheme:
+        _check_inside(path, address)
+    elif scheme not in {"http", "https"}:
+        raise Refused(f"address of {name!r} in manifest {path}", address, allowed="http, https, or a relative path")
+    hashes = {k: str(item[k]).lower() for k in HASHES if item.get(k)}
+    if not hashes:
+        raise Refused(f"file {name!r} in manifest {path} has neither sha256 nor md5", fix="add its hash")
+    for algorithm, digest in hashes.items():
+        if not HASHES[algorithm].fullmatch(digest):
+            raise Refused(
+                f"{algorithm} of {name!r} in manifest {path}", digest, allowed="hexadecimal digits, all of them"
+            )
+    size = re.fullmatch(r"(\d+)( B)?", str(item.get("contentSize", "")))
+    return DataFile(name=name, url=address if scheme else "", size_bytes=int(size.group(1)) if size else None, **hashes)
 
 
-def write_manifest(folder: Path, name: str, licence: str, num_classes: int, image_shape: tuple[int, int, int]) -> Path:
-    """Write ``data_manifests/<name>.json`` for an image folder with ``train`` and ``val``, every file with its sha256.
-
-    Returns:
-        The manifest's path.
-    """
-    files = sorted(p for p in folder.rglob("*") if p.is_file())
-    counts = {split: sum(p.is_relative_to(folder / split) for p in files) for split in ("train", "val")}
-    context = json.loads((REPOSITORY / "data_manifests" / CONTEXT_SOURCE).read_bytes())["@context"]
-    objects = []
-    for path in files:
-        relative = path.relative_to(folder).as_posix()
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        objects.append(
-            {
-                "@type": "cr:FileObject",
-                "@id": relative,
-                "name": relative,
-                "contentUrl": path.resolve().as_uri(),
-                "contentSize": f"{path.stat().st_size} B",
-                "encodingFormat": "image/" + path.suffix[1:].lower().replace("jpg", "jpeg"),
-                "sha256": digest,
-            }
-        )
-    values = {"reader": "imagefolder", "num_classes": num_classes, "image_shape": list(image_shape)}
-    values |= {"num_train": counts["train"], "num_val": counts["val"]}
-    manifest = {
-        "@context": context,
-        "@type": "sc:Dataset",
-        "name": name,
-        "description": f"Image folder {folder.name}.",
-        "conformsTo": "http://mlcommons.org/croissant/1.0",
-        "license": licence,
-        "url": folder.resolve().as_uri(),
-        "citeAs": name,
-        "datePublished": "1970-01-01",
-        "version": "1.0.0",
-        "distribution": objects,
-        "variableMeasured": [{"@type": "sc:PropertyValue", "name": k, "value": v} for k, v in values.items()],
-    }
-    path = manifest_folder() / f"{name}.json"
-    path.write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    return path
+def _check_inside(path: Path, name: str) -> None:
+    """Refuse a path that could lead out of the data set's folder, on any system."""
+    parts = PurePosixPath(name).parts
+    if not parts or name.startswith("/") or ".." in parts or "\\" in name or ":" in parts[0] or "\0" in name:
+        raise Refused(f"file name in manifest {path}", name, allowed="a relative path without '..'")

@@ -1,17 +1,19 @@
 """What a data name stands for, known before anything starts and without torch."""
 
 import importlib.util
-import math
 import re
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from workbench.data.folders import class_names, folder_files
+from workbench.data.integrity import verify_files
 from workbench.data.manifest import Manifest, data_folder, manifest_names, read_manifest
 from workbench.errors import Refused, nearest
 
+SPLITS = ("train", "val")
 SYNTHETIC = re.compile(r"synthetic(?::(?P<c>\d+)x(?P<h>\d+)x(?P<w>\d+):(?P<classes>\d+)(?::(?P<samples>\d+))?)?")
-IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm"})
+SYNTHETIC_SAMPLES = 4096
 
 
 class SourceInfo(BaseModel):
@@ -27,8 +29,11 @@ class SourceInfo(BaseModel):
     num_train: int
     num_val: int
     folder: Path | None = None
+    archive: str | None = None
+    """The one file in ``folder`` that holds all images, where there is one."""
     synthetic: bool = False
     manifest_sha256: str = ""
+    """Of the manifest that vouches for the files; empty where none does."""
 
 
 def check_source(name: str) -> SourceInfo:
@@ -40,35 +45,37 @@ def check_source(name: str) -> SourceInfo:
     Raises:
         Refused: unknown name, missing or wrong files.
     """
-    if name.startswith("synthetic"):
+    if name == "synthetic" or name.startswith("synthetic:"):
         return _synthetic(name)
     if name in manifest_names():
         return _from_manifest(read_manifest(name))
-    if "/" in name or Path(name).is_dir():
-        return image_folder(Path(name))
+    folder = Path(name).expanduser()
+    if "/" in name or folder.is_dir():
+        return _image_folder(name, folder)
     raise Refused(
         "data",
         name,
-        allowed="a manifest's name, a folder of images, or 'synthetic'",
+        allowed="a manifest's name, the path of an image folder, or 'synthetic'",
         fix=nearest(name, [*manifest_names(), "synthetic"]),
     )
 
 
-def digits_file() -> Path:
-    """scikit-learn's own copy of the digits, found without importing it."""
-    spec = importlib.util.find_spec("sklearn")
-    assert spec is not None and spec.origin is not None
-    return Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
+def source_folder(manifest: Manifest) -> Path:
+    """Where the files of a manifest lie, or would lie."""
+    if manifest.reader == "digits":
+        # scikit-learn ships them; found without importing it.
+        spec = importlib.util.find_spec("sklearn")
+        if spec is None or spec.origin is None:
+            raise Refused(
+                "data", manifest.name, allowed="where scikit-learn is installed", fix="pip install scikit-learn"
+            )
+        return Path(spec.origin).parent / "datasets" / "data"
+    return data_folder() / manifest.name
 
 
 def _from_manifest(manifest: Manifest) -> SourceInfo:
-    if manifest.reader == "digits":
-        manifest.files[0].verify(digits_file())
-        folder = digits_file().parent
-    else:
-        folder = data_folder() / manifest.name
-        for file in manifest.files:
-            file.verify(folder / file.name)
+    folder = source_folder(manifest)
+    verify_files(manifest, folder)
     return SourceInfo(
         name=manifest.name,
         kind=manifest.reader,
@@ -77,41 +84,27 @@ def _from_manifest(manifest: Manifest) -> SourceInfo:
         num_train=manifest.num_train,
         num_val=manifest.num_val,
         folder=folder,
+        archive=manifest.archive,
         manifest_sha256=manifest.sha256,
     )
 
 
-def image_folder(folder: Path) -> SourceInfo:
-    """A folder with one subfolder per class, either directly or below ``train`` and ``val``."""
-    if not folder.is_dir():
-        raise Refused("data folder", str(folder), allowed="a folder that exists", fix="check the path")
-    train = folder / "train" if (folder / "train").is_dir() else folder
-    classes = [d for d in sorted(train.iterdir()) if d.is_dir()]
-    counts = [len(images(d)) for d in classes]
-    if len(classes) < 2 or not all(counts):
+def _image_folder(name: str, folder: Path) -> SourceInfo:
+    num_classes = len(class_names(folder))
+    counts = {split: len(folder_files(folder, split)) for split in SPLITS}
+    if not counts["val"]:
         raise Refused(
-            "data folder", str(train), allowed="two or more class folders with images", fix="one subfolder per class"
+            f"data folder {folder} has no image to validate on", fix="add images to val, or a second to a class"
         )
-    has_val = (folder / "val").is_dir()
-    num_val = (
-        sum(len(images(d)) for d in (folder / "val").iterdir() if d.is_dir())
-        if has_val
-        else sum(c // 5 for c in counts)
-    )
-    num_train = sum(counts) if has_val else sum(counts) - num_val
     return SourceInfo(
-        name=str(folder),
+        name=name,
         kind="imagefolder",
-        num_classes=len(classes),
+        num_classes=num_classes,
         image_shape=(3, 224, 224),
-        num_train=num_train,
-        num_val=num_val,
+        num_train=counts["train"],
+        num_val=counts["val"],
         folder=folder,
     )
-
-
-def images(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES)
 
 
 def _synthetic(name: str) -> SourceInfo:
@@ -121,17 +114,15 @@ def _synthetic(name: str) -> SourceInfo:
         raise Refused(
             "synthetic data",
             name,
-            allowed="synthetic or synthetic:CxHxW:CLASSES[:SAMPLES]",
+            allowed="synthetic, or synthetic:CxHxW:CLASSES[:SAMPLES] with numbers above 0",
             fix="synthetic:3x224x224:1000",
         )
-    shape = (numbers.get("c", 3), numbers.get("h", 32), numbers.get("w", 32))
-    # Held in memory as fp32: by default no more than a quarter of a GiB.
-    samples = numbers.get("samples", max(min(4096, 2**26 // math.prod(shape)), 64))
+    samples = numbers.get("samples", SYNTHETIC_SAMPLES)
     return SourceInfo(
         name=name,
         kind="synthetic",
         num_classes=numbers.get("classes", 10),
-        image_shape=shape,
+        image_shape=(numbers.get("c", 3), numbers.get("h", 32), numbers.get("w", 32)),
         num_train=samples,
         num_val=max(samples // 5, 1),
         synthetic=True,
