@@ -303,11 +303,18 @@ def _forest(axes: Axes, lines: Sequence[tuple[str, Effect | None, Any, str]], *,
         axes.plot([low, high], [height, height], color=colour, linewidth=2, solid_capstyle="butt")
         axes.plot([low, high], [height, height], "|", color=colour, markersize=9, markeredgewidth=2)
         face = colour if filled else axes.get_facecolor()
-        axes.plot(effect.ratio, height, marker, color=colour, markerfacecolor=face, markersize=8, markeredgewidth=1.6)
+        axes.plot(
+            effect.ratio,
+            height,
+            marker,
+            color=colour,
+            markerfacecolor=face,
+            markersize=9,
+            markeredgewidth=0 if filled else 1.6,
+        )
         said.append(f"{effect.ratio:.2f}×  [{low:.2f}, {high:.2f}]\n{word}")
     known = [e for _, e, *_ in lines if e]
-    values = [v for e in known for v in (e.interval.low, e.interval.high) if math.isfinite(v) and v > 0]
-    ratio_axis(axes, min(values, default=0.9), max(values, default=1.1), log=log)
+    ratio_axis(axes, [v for e in known for v in (e.interval.low, e.ratio, e.interval.high)], log=log)
     right_labels(axes, heights, said)
 
 

@@ -53,7 +53,7 @@ def static_html(finding: Finding, view: str | None = None) -> str:
         data = base64.b64encode(render(VIEWS[name](finding))).decode()
         alt = escape(describe(finding, name), quote=True)
         picture = f'<img src="data:image/png;base64,{data}" alt="{alt}" width="768" style="max-width: 100%">'
-    return f"<div>{picture}\n{tables.effects(finding).html()}\n{tables.arms(finding).html()}</div>"
+    return f"<div>{picture}\n{_numbers(finding)}</div>"
 
 
 def panel(finding: Finding, view: str | None = None) -> widgets.VBox:
@@ -61,22 +61,24 @@ def panel(finding: Finding, view: str | None = None) -> widgets.VBox:
     views, names = available(finding), [arm.name for arm in finding.arms]
     chooser = widgets.Dropdown(options=views, value=view or views[0], description="view")
     arms = widgets.SelectMultiple(options=names, value=names, rows=min(len(names), 6), description="arms")
-    scale = widgets.ToggleButtons(options=["log", "linear"], value="log", description="scale")
-    scale.style.button_width = "5em"
+    log = widgets.Checkbox(value=True, description="log axis")
     image = widgets.Image(format="png", width=768)
     image.layout.max_width = "100%"
     image.layout.object_fit = "contain"
 
     def redraw(_: object = None) -> None:
-        scale.disabled = chooser.value in LINEAR_ONLY
-        image.value = render(VIEWS[chooser.value](finding, arms=arms.value, log=scale.value == "log"))
+        log.disabled = chooser.value in LINEAR_ONLY
+        image.value = render(VIEWS[chooser.value](finding, arms=arms.value, log=log.value))
 
-    for control in (chooser, arms, scale):
+    for control in (chooser, arms, log):
         control.observe(redraw, names="value")
     redraw()
-    controls = widgets.HBox([widgets.VBox([chooser, scale]), arms])
-    numbers = widgets.HTML(tables.effects(finding).html() + tables.arms(finding).html())
-    return widgets.VBox([controls, image, numbers])
+    controls = widgets.HBox([widgets.VBox([chooser, log]), arms])
+    return widgets.VBox([controls, image, widgets.HTML(_numbers(finding))])
+
+
+def _numbers(finding: Finding) -> str:
+    return tables.for_notebook(tables.effects(finding), tables.arms(finding))
 
 
 def _widget_view(box: widgets.Widget) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """How every figure looks, and how one becomes bytes. No pyplot: no figure stays open or shows twice."""
 
 import io
+import math
 import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -78,9 +79,10 @@ def log_axis(axis: Axis, low: float, high: float, unit: str = "") -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.4g}{unit}"))
 
 
-def ratio_axis(axes: Axes, low: float = 1.0, high: float = 1.0, *, log: bool = True) -> None:
-    """A horizontal axis of ratios that shows everything from ``low`` to ``high``, and always 1."""
-    low, high = min(low, 1.0), max(high, 1.0)
+def ratio_axis(axes: Axes, values: Iterable[float] | None = None, *, log: bool = True) -> None:
+    """A horizontal axis of ratios that shows ``values``, by default all that was drawn, and always 1."""
+    shown = [v for v in (axes.dataLim.intervalx if values is None else values) if math.isfinite(v) and v > 0]
+    low, high = min([*shown, 1.0]), max([*shown, 1.0])
     pad = (high / low) ** 0.08 if high > low else 1.05
     low, high = low / pad, high * pad
     if log:

@@ -37,6 +37,16 @@ class Table(NamedTuple):
         return ' class="wb-number"' if column in self.numeric else ""
 
 
+def for_notebook(*shown: Table) -> str:
+    """Tables with the little style that a notebook needs; a page of the site has its own and drops this one."""
+    style = (
+        "<style>.wb-table { border-collapse: collapse; font-size: 92%; line-height: 1.45; margin: 0.8em 0; }"
+        " .wb-table th, .wb-table td { padding: 0.25em 0.9em 0.25em 0; text-align: left; vertical-align: top;"
+        " border-bottom: 1px solid #8885; } .wb-table .wb-number { text-align: right; white-space: nowrap; }</style>"
+    )
+    return style + "\n".join(table.html() for table in shown)
+
+
 def badge(cell: str) -> str:
     """A cell's HTML: text escaped, a state marked as one."""
     text = escape(cell)
