@@ -24,15 +24,15 @@ def scan(root: Path | str = "runs") -> list[RunRecord]:
 def read(folder: Path) -> RunRecord:
     """The record of one run, true to what is known now: ``running`` becomes ``killed`` or ``stale``."""
     record = _stored(folder)
-    if record.status != "running" or record.writer is None:
+    writer = record.writer
+    if record.status != "running" or writer is None:
         return record
-    if record.writer.is_gone():
+    if writer.is_gone():
         record = _stored(folder)  # the writer may have written its last word since, and ended
         return _killed(record) if record.status == "running" else record
     silent = (datetime.now(UTC) - _last_sign(folder)).total_seconds()
-    if record.writer.is_elsewhere() and silent > STALE_AFTER_S:
-        host = record.writer.host
-        said = f"nothing written for {silent / 60:.0f} minutes; whether {host} still runs it cannot be seen from here"
+    if writer.is_elsewhere() and silent > STALE_AFTER_S:
+        said = f"silent for {silent / 60:.0f} minutes; whether {writer.host} still runs it cannot be seen from here"
         return record.model_copy(update={"status": "stale", "error": said})
     return record
 

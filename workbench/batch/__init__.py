@@ -1,0 +1,1 @@
+"""Running notebooks in batch: typed parameters, one child process per run, ladders of several. No torch."""
