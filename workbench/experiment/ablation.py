@@ -1,9 +1,11 @@
 """The question an experiment asks: a workload, a baseline arm, variant arms, a protocol and a guard. Imports no torch."""
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from workbench.experiment.finding import Finding, PredictionCheck
 from workbench.trainer.config import TrainConfig
 
 TRAIN_TASK = "workbench.experiment.tasks:TrainTask"
@@ -87,3 +89,15 @@ class Ablation(Spec):
     @property
     def arms(self) -> list[Arm]:
         return [self.baseline, *self.variants]
+
+    def predict(self) -> list[PredictionCheck]:
+        """What the planner expects of each arm; nothing runs."""
+        from workbench.experiment.run import predict
+
+        return predict(self)
+
+    def run(self, root: Path | str = "runs") -> Finding:
+        """Measure the arms and record the finding in ``root``, or in the batch run that this notebook belongs to."""
+        from workbench.experiment.run import run_ablation
+
+        return run_ablation(self, root)

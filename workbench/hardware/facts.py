@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import platform
 import subprocess
 import sys
 import tempfile
@@ -55,7 +56,10 @@ def detect(device: str = "auto") -> DeviceFacts:
     except (OSError, ValidationError):
         pass  # not measured yet, or the file is damaged: measure
     command = [sys.executable, "-m", "workbench.hardware.probe", device]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
+    environment = worker_environment()
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False
+    )
     lines = done.stdout.strip().splitlines()
     if done.returncode == NO_DEVICE:
         raise Refused("device", device, allowed=lines[-1], fix="use device=auto")
@@ -66,11 +70,24 @@ def detect(device: str = "auto") -> DeviceFacts:
     return facts
 
 
+def worker_environment() -> dict[str, str]:
+    """Environment of a process that computes on the CPU: one thread per core but one, unless the user said otherwise.
+
+    Every operator ends at a barrier that waits for its slowest thread. With a thread on every core, whatever else runs (the
+    notebook, the system) stops one of them for a scheduler's slice at hundreds of barriers a step, and times vary tenfold.
+    """
+    return {"OMP_NUM_THREADS": str(max(cpu_count() - 1, 1)), **os.environ}
+
+
+def cpu_count() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _cache_file(device: str) -> Path:
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "workbench"
-    affinity = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    environment = [os.environ.get(name, "") for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")]
-    key = json.dumps([device, os.uname().nodename, version("torch"), affinity, environment, 1])
+    environment = [worker_environment().get(name, "") for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")]
+    key = json.dumps([device, platform.node(), version("torch"), cpu_count(), environment, 1])
     return folder / f"device-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 

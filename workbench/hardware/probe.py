@@ -116,7 +116,7 @@ def _cpu_name() -> str:
     except OSError:
         lines = []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else 'CPU'}, {torch.get_num_threads()} threads"
+    return f"{names[0] if names else 'CPU'}, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)}"
 
 
 def _memory_limit() -> int:

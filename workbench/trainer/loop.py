@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from workbench.data.datasets import open_dataset
-from workbench.data.loading import Loader, validation_batches
+from workbench.data.loading import make_loader, validation_batches
 from workbench.data.sources import check_source
 from workbench.errors import Refused
 from workbench.hardware.meters import EnergyMeter, PeakMemory
@@ -81,6 +81,8 @@ class Trainer:
         set_matmul_precision(config.precision, self.device)
         torch.manual_seed(config.seed)
         info = check_source(config.data)
+        self.peak_memory = PeakMemory(self.device)
+        self.energy = EnergyMeter(self.device)
         if config.global_batch > info.num_train:
             raise Refused(
                 "global_batch",
@@ -95,12 +97,10 @@ class Trainer:
         self._parameters: list[Tensor] = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(self.model, config)
         self.scaler = LossScaler(config.loss_scaling, config.precision, self.device)
-        self.loader = Loader(
+        self.loader = make_loader(
             open_dataset(config.data, "train"), config.global_batch, seed=config.seed, num_workers=config.num_workers
         )
         self.step, self.updates = 0, 0
-        self.peak_memory = PeakMemory(self.device)
-        self.energy = EnergyMeter(self.device)
         self._clock = StepClock(self.device)
 
     def train(self, num_steps: int, on_step: Callable[[StepRecord], None] | None = None) -> list[StepRecord]:

@@ -1,0 +1,84 @@
+"""The process of one arm: builds its task, then measures blocks and trains guard runs as the parent asks.
+
+Started by ``arms.py`` as ``python -m workbench.experiment.arm_process READ_FD WRITE_FD``. Messages are JSON both ways. The
+process ends when the parent's end of the pipe closes, so no arm outlives its parent.
+"""
+
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any
+
+from workbench.errors import Refused
+from workbench.experiment.finding import ArmStatus
+
+Message = dict[str, Any]
+
+
+def main(read_fd: int, write_fd: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Interrupt is the parent's to handle; it closes the pipe
+    requests: SimpleQueue[Message] = SimpleQueue()
+    answers = Connection(write_fd, readable=False)
+    threading.Thread(target=_listen, args=(Connection(read_fd, writable=False), requests), daemon=True).start()
+
+    def answer(kind: str, **fields: Any) -> None:
+        answers.send_bytes(json.dumps({"kind": kind, **fields}).encode())
+
+    task: Any = None
+    while True:
+        request = requests.get()
+        try:
+            if request["ask"] == "build":
+                task = _build(request)
+                task.warm_up(request["warmup_steps"])
+                answer("ready")
+            elif request["ask"] == "block":
+                answer("block", **task.block(request["steps"])._asdict())
+            elif request["ask"] == "guard":
+                run = task.guard_run(request["seed"], request["steps"], lambda step: answer("step", step=step))
+                answer("guard", **run._asdict())
+        except Refused as refusal:
+            answer("refused", error=str(refusal))
+        except BaseException as error:
+            traceback.print_exc()
+            answer("failed", status=classify(error), error=_last_lines(error))
+
+
+def _listen(connection: Connection, requests: "SimpleQueue[Message]") -> None:
+    while True:
+        try:
+            requests.put(json.loads(connection.recv_bytes()))
+        except (EOFError, OSError):
+            os._exit(0)  # the parent is gone or done: whatever runs here is wanted by no one
+
+
+def _build(request: Message) -> Any:
+    from workbench.hardware.facts import DeviceFacts
+    from workbench.trainer.config import TrainConfig
+
+    module, _, name = request["task"].partition(":")
+    task_class = getattr(importlib.import_module(module), name)
+    return task_class(TrainConfig(**request["config"]), DeviceFacts(**request["facts"]))
+
+
+def classify(error: BaseException) -> ArmStatus:
+    """What an exception means for the arm."""
+    names = {cls.__name__ for cls in type(error).__mro__}
+    if isinstance(error, MemoryError) or "OutOfMemoryError" in names or "can't allocate memory" in str(error):
+        return "oom"
+    return "diverged" if "Diverged" in names else "crashed"
+
+
+def _last_lines(error: BaseException, lines: int = 12) -> str:
+    text = "".join(traceback.format_exception(error)).rstrip().splitlines()
+    return "\n".join(text[-lines:])
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,270 @@
+"""Runs an ablation: check, predict, start the arms, take turns, guard, decide, record."""
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from workbench.data.sources import check_source
+from workbench.errors import Refused, nearest
+from workbench.experiment.ablation import Ablation, Arm
+from workbench.experiment.arms import ArmEnded, ArmProcess
+from workbench.experiment.decision import decide, effects, guard_verdicts
+from workbench.experiment.finding import Finding, PredictionCheck
+from workbench.experiment.measured import MeasuredArm
+from workbench.experiment.prediction import check_predictions, predict_arms
+from workbench.experiment.progress import LiveProgress
+from workbench.experiment.statistics import look_rounds, precise_enough
+from workbench.hardware.facts import DeviceFacts, detect
+from workbench.models.config import check_model
+from workbench.records.run import Run
+from workbench.trainer.config import TrainConfig
+
+
+def predict(ablation: Ablation) -> list[PredictionCheck]:
+    """The planner's expectation of each arm; runs nothing.
+
+    Raises:
+        Refused: the ablation asks for something that is not there.
+    """
+    configs, facts = check(ablation)
+    return predict_arms(ablation.arms, configs, facts)
+
+
+def run_ablation(ablation: Ablation, root: Path | str = "runs") -> Finding:
+    """Measure an ablation and record its finding.
+
+    Raises:
+        Refused: the ablation asks for something that is not there; nothing was measured.
+        KeyboardInterrupt: after all arms were stopped; the record says so.
+    """
+    configs, facts = check(ablation)
+    run = Run.current(ablation.name, ablation.workload.model_dump(mode="json"), root)
+    try:
+        finding = _Experiment(ablation, configs, facts, run).finding()
+        run.save_finding(finding.model_dump(mode="json"))
+    except KeyboardInterrupt:
+        run.finish("interrupted", "interrupted by the user")
+        raise
+    except Refused as refusal:
+        run.finish("refused", str(refusal))
+        raise
+    except BaseException as error:
+        run.finish("failed", f"{type(error).__name__}: {error}")
+        raise
+    run.finish("completed")
+    return finding
+
+
+def check(ablation: Ablation) -> tuple[dict[str, TrainConfig], DeviceFacts]:
+    """Every arm's whole configuration, and the device's facts; refuses what could not run."""
+    names = [arm.name for arm in ablation.arms]
+    if repeated := [n for n in names if names.count(n) > 1]:
+        raise Refused("arm name", repeated[0], allowed="one arm per name", fix="rename one of them")
+    configs = {arm.name: arm_config(ablation.workload, arm) for arm in ablation.arms}
+    for arm in ablation.arms:
+        config = configs[arm.name]
+        check_model(config.model)
+        check_source(config.data)
+        if arm.task.startswith("__main__") or ":" not in arm.task:
+            raise Refused(
+                f"task of arm {arm.name!r}",
+                arm.task,
+                allowed="package.module:Class",
+                fix="move the class to a file: arms run in processes of their own that cannot see the notebook",
+            )
+    return configs, detect(ablation.workload.device)
+
+
+def arm_config(workload: TrainConfig, arm: Arm) -> TrainConfig:
+    """The workload with an arm's settings over it; nested fields are merged."""
+    for field in arm.settings:
+        if field not in TrainConfig.model_fields:
+            raise Refused(
+                f"setting of arm {arm.name!r}",
+                field,
+                allowed="a field of TrainConfig",
+                fix=nearest(field, TrainConfig.model_fields),
+            )
+    try:
+        return TrainConfig(**_merge(workload.model_dump(), arm.settings))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "settings"
+        raise Refused(f"{where} of arm {arm.name!r}", first["input"], allowed=first["msg"]) from None
+
+
+def _merge(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(under)
+    for key, value in over.items():
+        nested = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if nested else value
+    return merged
+
+
+class _Experiment:
+    """One run of an ablation, from the first process to the finding."""
+
+    def __init__(self, ablation: Ablation, configs: dict[str, TrainConfig], facts: DeviceFacts, run: Run) -> None:
+        self.ablation, self.facts, self.run = ablation, facts, run
+        self.protocol = ablation.protocol
+        self.predictions = predict_arms(ablation.arms, configs, facts)
+        self.arms = [
+            MeasuredArm(arm, configs[arm.name], self._process(arm, configs[arm.name])) for arm in ablation.arms
+        ]
+        self.baseline, self.variants = self.arms[0], self.arms[1:]
+        self.stop = "rounds"
+        self.rounds = 0
+
+    def _process(self, arm: Arm, config: TrainConfig) -> ArmProcess:
+        number = self.ablation.arms.index(arm)
+        log = self.run.artifact(f"arms/{number}.log")
+        return ArmProcess(arm, config, self.facts, log, self.protocol.arm_timeout_s)
+
+    def finding(self) -> Finding:
+        began = time.monotonic()
+        with LiveProgress(self.ablation.name, self.run) as live, ExitStack() as stack:
+            self.live = live
+            for arm in self.arms:
+                stack.callback(arm.process.stop)
+            self._start()
+            self._take_turns()
+            self._guard()
+            done = [arm for arm in self.arms if arm.status == "completed"]
+            live.finish(f"{len(done)} of {len(self.arms)} arms, {self.rounds} rounds")
+        return self._conclude(time.monotonic() - began)
+
+    def _start(self) -> None:
+        running = self._living()
+        self.live.update(None, f"starting {len(running)} arms, each in its own process")
+        if not self.protocol.alive:
+            return
+        for arm in running:
+            arm.process.start(self.protocol.warmup_steps)
+        for arm in running:
+            self.live.update(None, f"{arm.name} · starting and warming up")
+            self._attempt(arm, arm.process.wait_ready)
+
+    def _take_turns(self) -> None:
+        """Rounds of one block per arm, in alternating order, until the interval is narrow enough or rounds or budget end."""
+        deadline = time.monotonic() + self.protocol.budget_s
+        looks = look_rounds(self.protocol.max_rounds)
+        for number in range(1, self.protocol.max_rounds + 1):
+            order = self._living()
+            if self.baseline not in order:
+                return
+            for arm in order if number % 2 else order[::-1]:
+                self.live.update(
+                    self._seconds_left(number, arm), f"{arm.name} · round {number}/{self.protocol.max_rounds}"
+                )
+                self._attempt(arm, partial(self._block, arm, number))
+            self.rounds = number
+            if number in looks and self._precise():
+                self.stop = "precise"
+                return
+            if time.monotonic() > deadline:
+                self.stop = "budget"
+                return
+
+    def _block(self, arm: MeasuredArm, number: int) -> None:
+        if not self.protocol.alive:
+            arm.process.start(self.protocol.warmup_steps)
+            arm.process.wait_ready()
+        block = arm.process.block(self.protocol.block_steps)
+        if not self.protocol.alive:
+            arm.process.stop()
+        arm.blocks[number] = block
+        self.run.log(event="block", arm=arm.name, round=number, **block)
+
+    def _precise(self) -> bool:
+        measured = [self.baseline.log_ratios(v) for v in self.variants if v.status == "completed"]
+        return bool(measured) and all(
+            precise_enough([r for _, r in ratios], self.protocol.confidence, self.protocol.effect)
+            for ratios in measured
+        )
+
+    def _guard(self) -> None:
+        guard = self.ablation.guard
+        if guard.kind == "none" or self.baseline.status != "completed":
+            return
+        for k in range(guard.seeds):
+            seed = self.ablation.workload.seed + k
+            for arm in self._living():
+                self._attempt(arm, partial(self._guard_run, arm, seed, k))
+
+    def _guard_run(self, arm: MeasuredArm, seed: int, k: int) -> None:
+        guard = self.ablation.guard
+        if not self.protocol.alive:
+            arm.process.start(self.protocol.warmup_steps)
+            arm.process.wait_ready()
+
+        def on_step(step: int) -> None:
+            label = f"{arm.name} · guard, seed {k + 1}/{guard.seeds} · step {step + 1}/{guard.steps}"
+            self.live.update(self._guard_seconds_left(arm, k, step), label)
+
+        result = arm.process.guard_run(seed, guard.steps, on_step)
+        if not self.protocol.alive:
+            arm.process.stop()
+        arm.guard_runs.append({"seed": seed, **result})
+        self.run.log(event="guard", arm=arm.name, seed=seed, loss=result["loss"], accuracy=result["accuracy"])
+
+    def _attempt(self, arm: MeasuredArm, action: Callable[[], None]) -> None:
+        """Do something with an arm; however the arm ends is its result, and the others go on."""
+        try:
+            action()
+        except ArmEnded as ended:
+            arm.status, arm.error = ended.status, ended.error
+            arm.process.stop()
+            self.run.log(event="arm ended", arm=arm.name, status=ended.status, error=ended.error)
+
+    def _living(self) -> list[MeasuredArm]:
+        return [arm for arm in self.arms if arm.status == "completed"]
+
+    def _seconds_left(self, number: int, now: MeasuredArm) -> float | None:
+        living = self._living()
+        if any(not arm.blocks for arm in living):
+            return None
+        rounds = self.protocol.max_rounds - number + 1
+        per_round = sum(arm.step_seconds * self.protocol.block_steps for arm in living)
+        return rounds * per_round + self._guard_seconds_left(living[0], 0, 0)
+
+    def _guard_seconds_left(self, now: MeasuredArm, k: int, step: int) -> float:
+        guard = self.ablation.guard
+        if guard.kind == "none":
+            return 0.0
+        living = self._living()
+        position = living.index(now) if now in living else 0
+        each = [arm.step_seconds * guard.steps for arm in living]
+        return (guard.seeds - k - 1) * sum(each) + sum(each[position:]) - now.step_seconds * step
+
+    def _conclude(self, duration_s: float) -> Finding:
+        a = self.ablation
+        results = [arm.result() for arm in self.arms]
+        measured = effects(self.baseline, self.variants, self.protocol, self.stop)
+        guards = guard_verdicts(self.baseline, self.variants, a.guard)
+        return Finding(
+            name=a.name,
+            title=a.title,
+            question=a.question,
+            hypothesis=a.hypothesis,
+            claims=a.claims,
+            created=datetime.now(UTC),
+            device=self.facts.name,
+            device_facts=self.facts.model_dump(mode="json"),
+            workload=a.workload.model_dump(mode="json"),
+            synthetic_data=check_source(a.workload.data).synthetic,
+            baseline=self.baseline.name,
+            arms=results,
+            effects=measured,
+            guards=guards,
+            predictions=check_predictions(self.predictions, results),
+            decisions=decide(self.variants, measured, guards, a.guard),
+            protocol=a.protocol.model_dump(mode="json") | {"guard": a.guard.model_dump(mode="json")},
+            limits=a.limits,
+            duration_s=duration_s,
+        )
