@@ -34,6 +34,7 @@ class SummaryRow(NamedTuple):
 
 
 class Plot(NamedTuple):
+    title: str
     light: str
     dark: str
     alt: str

@@ -37,6 +37,14 @@ PART_FILLS = [(1, "///"), (0, ""), (2, "\\\\\\"), (3, "..."), (5, "xx")]
 SERIES_ORDER = ["loss", "grad_norm", "loss_scale"]
 QUANTITIES = {"step_time": "step time", "ratio": "ratio to the baseline", "peak_memory_bytes": "peak memory"}
 
+TITLES = {
+    "effects": "Each variant against the baseline",
+    "anatomy": "Where a step's time goes",
+    "distribution": "Step time of every block",
+    "trajectories": "Training curves",
+    "prediction": "Predicted and measured",
+}
+
 
 class View(Protocol):
     """A figure of a finding; ``arms`` restricts it to some, ``log`` picks the axis, ``dark`` the page it is for."""
@@ -75,14 +83,7 @@ def available(finding: Finding) -> list[str]:
 
 def describe(finding: Finding, view: str) -> str:
     """What a figure shows, for readers who cannot see it."""
-    what = {
-        "effects": "Ratio of each arm to the baseline with its interval",
-        "anatomy": "Parts of a step's time by arm",
-        "distribution": "Step time of every block by arm",
-        "trajectories": "Training curves by arm",
-        "prediction": "Predicted and measured values by arm",
-    }[view]
-    return f"{what}. {finding.headline}."
+    return f"{TITLES[view]}. {finding.headline}."
 
 
 @_view

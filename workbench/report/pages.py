@@ -22,7 +22,7 @@ from workbench.report import tables
 from workbench.report.claims import VERDICTS, load_claims
 from workbench.report.collection import FindingPage, Plot, RunRow, gather
 from workbench.report.executed import read_executed
-from workbench.report.figures import VIEWS, available, describe
+from workbench.report.figures import TITLES, VIEWS, available, describe
 from workbench.report.sphinx_ext import OWN
 from workbench.report.style import render
 
@@ -112,7 +112,7 @@ def _draw(page: FindingPage, name: str, source: Path) -> Plot:
     for file, dark in zip(files, (False, True), strict=True):
         (folder / file).write_bytes(render(VIEWS[name](page.finding, dark=dark), "svg"))
     light, dark_file = (f"../_static/figures/{file}" for file in files)
-    return Plot(light, dark_file, describe(page.finding, name))
+    return Plot(TITLES[name], light, dark_file, describe(page.finding, name))
 
 
 def markdown_text(text: str) -> str:

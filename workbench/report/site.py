@@ -28,15 +28,19 @@ def build_site(root: Path = Path("runs"), out: Path = Path("site")) -> Path:
         The page to open.
 
     Raises:
-        Refused: ``out`` holds something else than a site.
+        Refused: ``out`` holds something else than a site, or cannot be written.
     """
     root, out = Path(root), Path(out).absolute()
     if out.exists() and not _replaceable(out):
         raise Refused(
             "folder for the site", str(out), allowed="a new or empty folder, or a site built before", fix="name another"
         )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".site-") as scratch:
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        scratch_folder = tempfile.TemporaryDirectory(dir=out.parent, prefix=".site-")
+    except OSError as error:
+        raise Refused("folder for the site", str(out), allowed=f"one that can be written ({error.strerror})") from None
+    with scratch_folder as scratch:
         source, built = Path(scratch, "source"), Path(scratch, "html")
         shutil.copytree(HERE / "static", source / "static")
         write_sources(scan(root), root, source)
@@ -51,10 +55,15 @@ def _replaceable(out: Path) -> bool:
 
 
 def _swap(built: Path, out: Path, aside: Path) -> None:
-    """Two renames in one folder: a reader finds the old site or the new one, never half of either."""
+    """Two renames: a reader finds the old site or the new one, for an instant neither, never a mixture."""
     if out.exists():
         out.rename(aside)
-    built.rename(out)
+    try:
+        built.rename(out)
+    except OSError:
+        if aside.exists():
+            aside.rename(out)
+        raise
 
 
 def _run_sphinx(source: Path, built: Path) -> None:
