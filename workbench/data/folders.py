@@ -2,6 +2,7 @@
 
 import tarfile
 import tempfile
+import zlib
 from pathlib import Path
 
 from workbench.errors import Refused
@@ -84,17 +85,21 @@ def unpacked(folder: Path, archive: str | None) -> Path:
         return folder
     target = folder / "unpacked"
     if not target.is_dir():
-        # Several processes may get here at once: each unpacks for itself, the first to finish gives the name.
-        with (
-            tempfile.TemporaryDirectory(prefix=".unpacking-", dir=folder) as partial,
-            tarfile.open(folder / archive) as tar,
-        ):
-            content = Path(partial) / "content"
-            tar.extractall(content, filter="data")
-            try:
-                content.rename(target)
-            except OSError:
-                if not target.is_dir():
-                    raise
+        try:
+            _unpack(folder / archive, target)
+        except (tarfile.TarError, EOFError, zlib.error) as error:
+            raise Refused(f"archive {folder / archive} cannot be unpacked ({error})", fix="get another copy") from error
     inner = _subfolders(target)
     return inner[0] if len(inner) == 1 else target
+
+
+def _unpack(archive: Path, target: Path) -> None:
+    """Whole or not at all. Several processes may be at it: each unpacks for itself, the first to finish gives the name."""
+    with tempfile.TemporaryDirectory(prefix=".unpacking-", dir=target.parent) as partial, tarfile.open(archive) as tar:
+        content = Path(partial) / "content"
+        tar.extractall(content, filter="data")
+        try:
+            content.rename(target)
+        except OSError:
+            if not target.is_dir():
+                raise

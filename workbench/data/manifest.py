@@ -74,11 +74,6 @@ def manifest_names() -> list[str]:
     return sorted(path.stem for path in manifest_folder().glob("*.json"))
 
 
-def manifest_sha256(name: str) -> str:
-    """The hash of a manifest file, which stands for the files that it names."""
-    return read_manifest(name).sha256
-
-
 def read_manifest(name: str) -> Manifest:
     """The manifest called ``name`` in the manifest folder.
 

@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,21 @@ def _reseed(generator: Generator, seed: int) -> None:
         generator.manual_seed(seed)
     else:
         generator.seed(seed % 2**32)
+
+
+def _generator_from(device: str, state: bytes) -> torch.Generator:
+    generator = torch.Generator(device)
+    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    return generator
+
+
+def _by_value(generator: torch.Generator) -> tuple[Callable[..., torch.Generator], tuple[str, bytes]]:
+    return _generator_from, (str(generator.device), generator.get_state().numpy().tobytes())
+
+
+# torch would hand a generator's state to a spawned worker in shared memory that is freed before the worker starts: two
+# generators on one data set, and the worker cannot start ("bad value(s) in fds_to_keep").
+ForkingPickler.register(torch.Generator, _by_value)
 
 
 @dataclass(frozen=True)

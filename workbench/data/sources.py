@@ -63,14 +63,16 @@ def check_source(name: str) -> SourceInfo:
 def source_folder(manifest: Manifest) -> Path:
     """Where the files of a manifest lie, or would lie."""
     if manifest.reader == "digits":
-        # scikit-learn ships them; found without importing it.
-        spec = importlib.util.find_spec("sklearn")
-        if spec is None or spec.origin is None:
-            raise Refused(
-                "data", manifest.name, allowed="where scikit-learn is installed", fix="pip install scikit-learn"
-            )
-        return Path(spec.origin).parent / "datasets" / "data"
+        return installed_datasets() / "data"
     return data_folder() / manifest.name
+
+
+def installed_datasets() -> Path:
+    """The folder of the data sets that scikit-learn ships, found without importing it."""
+    spec = importlib.util.find_spec("sklearn")
+    if spec is None or spec.origin is None:
+        raise Refused("scikit-learn, which ships the digits and two photographs, is not installed", fix="install it")
+    return Path(spec.origin).parent / "datasets"
 
 
 def _from_manifest(manifest: Manifest) -> SourceInfo:
