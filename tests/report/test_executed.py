@@ -2,6 +2,8 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from nbclient import NotebookClient
+from nbformat.v4 import new_code_cell, new_notebook
 
 from tests.runs import executed_notebook
 from tests.samples import sample_finding
@@ -33,6 +35,26 @@ def test_the_finding_shown_again_becomes_a_note_and_another_finding_stays(output
     assert "top of this page" in outputs[-1].data["text/markdown"]
     nbformat.write(executed_notebook(sample_finding("another")), tmp_path / "notebook.ipynb")
     assert "<img" in read_executed(tmp_path / "notebook.ipynb", sample_finding())[1].outputs[-1].data["text/html"]
+
+
+def test_a_kernel_s_own_output_of_show_is_recognised_as_the_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORKBENCH_RUN_DIR", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    finding = sample_finding()
+    (tmp_path / "finding.json").write_text(finding.model_dump_json())
+    code = """from pathlib import Path
+from workbench.experiment.finding import Finding
+from workbench.report import show
+show(Finding.model_validate_json(Path("finding.json").read_bytes()))"""
+    notebook = new_notebook(cells=[new_code_cell(code)])
+    NotebookClient(notebook, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
+    (output,) = notebook.cells[0].outputs
+    assert output.data["text/html"].count("<img") == 1
+    nbformat.write(notebook, tmp_path / "notebook.ipynb")
+    (shown,) = read_executed(tmp_path / "notebook.ipynb", finding)[0].outputs
+    assert "top of this page" in shown.data["text/markdown"]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from IPython.utils.capture import capture_output
 
 from tests.samples import EVIL, sample_finding
 from workbench.errors import Refused
-from workbench.experiment.finding import ArmResult, Finding
+from workbench.experiment.finding import ArmResult, Finding, Interval
 from workbench.report import show, tables
 from workbench.report.panel import panel, static_html
 
@@ -97,3 +97,8 @@ def test_arm_table_tells_status_and_reason_of_arms_that_gave_nothing() -> None:
 
 def test_columns_that_nobody_filled_are_left_out() -> None:
     assert "J/step" not in tables.arms(sample_finding()).headers
+
+
+def test_a_narrow_interval_is_not_rounded_onto_the_value_that_it_excludes() -> None:
+    assert tables.bounds(Interval(low=1.002, high=1.009)) == "[1.002, 1.009]"
+    assert tables.bounds(Interval(low=1.31, high=1.52)) == "[1.31, 1.52]"

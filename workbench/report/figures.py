@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from workbench.errors import Refused, nearest
 from workbench.experiment.finding import ArmResult, Effect, Finding, PredictionCheck
+from workbench.report import tables
 from workbench.report.style import (
     DECISION_MARKS,
     LINES,
@@ -313,7 +314,7 @@ def _forest(axes: Axes, lines: Sequence[tuple[str, Effect | None, Any, str]], *,
             markersize=9,
             markeredgewidth=0 if filled else 1.6,
         )
-        said.append(f"{effect.ratio:.2f}×  [{low:.2f}, {high:.2f}]\n{word}")
+        said.append(f"{tables.ratio(effect)}  {tables.bounds(effect.interval)}\n{word}")
     known = [e for _, e, *_ in lines if e]
     ratio_axis(axes, [v for e in known for v in (e.interval.low, e.ratio, e.interval.high)], log=log)
     right_labels(axes, heights, said)

@@ -64,11 +64,19 @@ def size(value: float) -> str:
 
 
 def ratio(effect: Effect) -> str:
-    return f"{effect.ratio:.2f}×"
+    return f"{effect.ratio:.{_digits(effect.interval)}f}×"
 
 
-def bounds(interval: Interval | None, digits: int = 2) -> str:
-    return f"[{interval.low:.{digits}f}, {interval.high:.{digits}f}]" if interval else NONE
+def bounds(interval: Interval | None) -> str:
+    if interval is None:
+        return NONE
+    digits = _digits(interval)
+    return f"[{interval.low:.{digits}f}, {interval.high:.{digits}f}]".replace("-", "−")
+
+
+def _digits(interval: Interval) -> int:
+    """Decimals that do not round a narrow interval onto 1 or 0, which it may just exclude."""
+    return 3 if interval.high - interval.low < 0.05 else 2
 
 
 def arms(finding: Finding) -> Table:
@@ -138,7 +146,7 @@ def _measured(m: Measurement) -> list[str]:
 
 def _guard_figures(g: GuardVerdict) -> list[str]:
     difference = NONE if g.difference is None else f"{g.difference:+.3g}".replace("-", "−")
-    return [difference, bounds(g.interval, 3), f"±{g.margin:g}", str(g.seeds)]
+    return [difference, bounds(g.interval), f"±{g.margin:g}", str(g.seeds)]
 
 
 def _cut(text: str, limit: int = 300) -> str:
