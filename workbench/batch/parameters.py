@@ -10,10 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nbformat import NotebookNode
-from nbformat.v4 import new_code_cell
-
 from workbench.batch.annotations import ALLOWED, Type, Unsupported, constant, parse_annotation
+from workbench.batch.notebook import Cell, Notebook, tags
 from workbench.batch.sources import Given
 from workbench.batch.values import Mismatch, Text, convert, python_literal
 from workbench.errors import Refused, nearest
@@ -40,20 +38,20 @@ class ParametersCell:
     parameters: dict[str, Parameter]
 
 
-def read_parameters(notebook: NotebookNode, name: str) -> ParametersCell:
+def read_parameters(notebook: Notebook, name: str) -> ParametersCell:
     """The one cell tagged ``parameters``, checked without running it.
 
     Raises:
         Refused: no such cell or several, or a statement that is not an annotated literal.
     """
-    cells = [i for i, c in enumerate(notebook.cells) if c.cell_type == "code" and TAG in c.metadata.get("tags", [])]
+    cells = [i for i, c in enumerate(notebook["cells"]) if c["cell_type"] == "code" and TAG in tags(c)]
     if len(cells) != 1:
         found = "none" if not cells else f"{len(cells)} (cells {', '.join(str(i + 1) for i in cells)})"
         raise Refused(
             f"notebook {name} must have exactly one code cell tagged 'parameters' and has {found}",
             fix="tag one cell `parameters` in JupyterLab's property inspector",
         )
-    source = notebook.cells[cells[0]].source
+    source = notebook["cells"][cells[0]]["source"]
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -90,7 +88,7 @@ def resolve(cell: ParametersCell, given: Mapping[str, Given], name: str) -> dict
     return values
 
 
-def inject(notebook: NotebookNode, cell: ParametersCell, values: Mapping[str, Any]) -> None:
+def inject(notebook: Notebook, cell: ParametersCell, values: Mapping[str, Any]) -> None:
     """Put ``values`` into a cell of their own behind the parameters cell, tagged as papermill tags it."""
     imports = [
         line
@@ -98,15 +96,21 @@ def inject(notebook: NotebookNode, cell: ParametersCell, values: Mapping[str, An
         if any(call in python_literal(v) for v in values.values())
     ]
     lines = [f"{key} = {python_literal(value)}" for key, value in values.items()]
-    injected = new_code_cell("\n".join(["# Parameters", *imports, *lines]), metadata={"tags": [INJECTED_TAG]})
-    if notebook.nbformat == 4 and notebook.nbformat_minor < 5:
-        del injected["id"]
-    notebook.cells.insert(cell.index + 1, injected)
+    injected: Cell = {
+        "cell_type": "code",
+        "metadata": {"tags": [INJECTED_TAG]},
+        "source": "\n".join(["# Parameters", *imports, *lines]),
+        "outputs": [],
+        "execution_count": None,
+    }
+    if notebook.get("nbformat_minor", 0) >= 5:
+        injected["id"] = INJECTED_TAG
+    notebook["cells"].insert(cell.index + 1, injected)
 
 
-def remove_injected(notebook: NotebookNode) -> None:
+def remove_injected(notebook: Notebook) -> None:
     """Drop what an earlier run put behind the parameters cell."""
-    notebook.cells = [c for c in notebook.cells if INJECTED_TAG not in c.metadata.get("tags", [])]
+    notebook["cells"] = [c for c in notebook["cells"] if INJECTED_TAG not in tags(c)]
 
 
 def _typed(parameter: Parameter, item: Given) -> Any:

@@ -1,0 +1,48 @@
+"""``python -m workbench.batch.execute RUN_DIR SOCKET_DIR [CELL_TIMEOUT]``: the process that executes one run's notebook.
+
+The last line on standard output is the outcome as JSON. The process ends, and takes the kernel with it, when the runner
+that started it is gone.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+from workbench.batch.executed import settle
+from workbench.batch.processes import end_all
+from workbench.records.record import EXIT_CODES
+
+WATCH_INTERVAL_S = 0.5
+
+
+def main(arguments: list[str]) -> int:
+    folder, sockets = Path(arguments[0]), Path(arguments[1])
+    cell_timeout = int(arguments[2]) if len(arguments) > 2 else None
+    threading.Thread(target=_watch_runner, args=(os.getppid(), folder), daemon=True).start()
+    # A checker of international web addresses: nothing here asks it anything, and it takes two seconds to load.
+    sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
+    try:
+        from workbench.batch.client import execute
+
+        status, error = execute(folder, sockets, cell_timeout)
+    except Exception as problem:
+        traceback.print_exc()
+        status, error = "failed", f"the notebook could not be executed: {type(problem).__name__}: {problem}"
+    print(json.dumps({"status": status, "error": error}), flush=True)
+    return EXIT_CODES[status]
+
+
+def _watch_runner(runner: int, folder: Path) -> None:
+    while os.getppid() == runner:
+        time.sleep(WATCH_INTERVAL_S)
+    end_all(folder)
+    settle(folder / "notebook.ipynb", "killed", "the process that ran it was gone")
+    os._exit(EXIT_CODES["killed"])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
