@@ -1,8 +1,10 @@
 """The loader: order, last batches, workers' random draws, and going on at the exact sample."""
 
+import gc
 import random
 import sys
 import types
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -111,6 +113,19 @@ def test_reading_leaves_the_global_generators_as_they_were() -> None:
         seed(5)
     _take(make_loader(GlobalDraws(), 4), 3)
     assert (random.random(), np.random.random(), float(torch.rand(()))) == expected
+
+
+def test_a_dropped_loader_needs_no_garbage_collector_to_stop_its_workers() -> None:
+    """In a cycle of references the workers' queues may go first, and the program hangs for seconds."""
+    loader = make_loader(GlobalDraws(), 4)
+    next(loader)
+    still_there = weakref.ref(loader)
+    gc.disable()
+    try:
+        del loader
+        assert still_there() is None
+    finally:
+        gc.enable()
 
 
 def test_workers_change_neither_order_nor_random_draws_and_resume_exactly() -> None:

@@ -43,6 +43,8 @@ def test_unknown_name_offers_the_nearest() -> None:
         read_manifest("digist")
     with pytest.raises(Refused, match=r"cifar-10.*did you mean 'cifar10'"):
         check_source("cifar-10")
+    with pytest.raises(Refused, match=r"data: ''.*choose from cifar10, digits"):
+        check_source("")
 
 
 @pytest.mark.parametrize(
@@ -116,6 +118,8 @@ def _set_samples(value: object) -> Callable[[Any], None]:
         (_set_variable(1, "ten"), "num_classes"),
         (_set_variable(2, [3, 32]), "image_shape"),
         (_set_variable(2, None), "image_shape"),
+        (_set_variable(2, [2, 32, 32]), "image_shape"),
+        (_set_variable(2, [3, 0, 32]), "image_shape"),
         (_set_samples(0), "num_train"),
         (_set_samples(None), "num_train"),
         (lambda content: content.update(distribution=[]), "files"),
@@ -161,7 +165,8 @@ def test_a_manifest_of_ones_own_overwrites_nothing(own_folders: tuple[Path, Path
 def test_one_changed_byte_in_ones_own_folder_is_refused_by_name(
     own_folders: tuple[Path, Path], photographs: Path
 ) -> None:
-    write_manifest(photographs, "mine")
+    path = write_manifest(photographs, "mine")
+    assert not mlcroissant.Dataset(path).metadata.ctx.issues.errors, "invalid where no licence is given"
     check_source("mine")
     victim = photographs / "train" / "flower" / "00003.jpg"
     content = bytearray(victim.read_bytes())

@@ -4,6 +4,7 @@ import itertools
 import math
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -49,7 +50,34 @@ def make_loader(
             f"data set {type(dataset).__name__} is defined in a notebook cell, which worker processes cannot import",
             fix="move it to a module, or set num_workers=0",
         )
-    return Loader(dataset, batch_size, shuffle=shuffle, seed=seed, num_workers=num_workers, drop_last=drop_last)
+    return Loader(dataset, BatchOrder(num_samples, batch_size, shuffle, seed, drop_last), num_workers)
+
+
+@dataclass(frozen=True)
+class BatchOrder:
+    """Which samples are in which batch of which epoch."""
+
+    num_samples: int
+    batch_size: int
+    shuffle: bool
+    seed: int
+    drop_last: bool
+
+    @property
+    def num_batches(self) -> int:
+        """Batches in one epoch."""
+        batches = self.num_samples / self.batch_size
+        return math.floor(batches) if self.drop_last else math.ceil(batches)
+
+    def keys(self, epoch: int, position: int) -> Iterator[BatchKey]:
+        """All batches from number ``position`` of ``epoch`` on, without end."""
+        for current in itertools.count(epoch):
+            samples = (
+                epoch_order(self.num_samples, self.seed, current) if self.shuffle else torch.arange(self.num_samples)
+            )
+            for k in range(position if current == epoch else 0, self.num_batches):
+                # A copy: a slice sent to a worker would take the whole epoch's order with it.
+                yield current, samples[k * self.batch_size : (k + 1) * self.batch_size].clone()
 
 
 class Loader:
@@ -63,19 +91,14 @@ class Loader:
         skipped: readings of images that could not be decoded, where the data set was asked to skip them.
     """
 
-    def __init__(
-        self, dataset: Dataset[Any], batch_size: int, *, shuffle: bool, seed: int, num_workers: int, drop_last: bool
-    ) -> None:
-        self.dataset, self.batch_size, self.num_workers = dataset, batch_size, num_workers
-        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
-        self.num_samples = len(dataset)  # type: ignore[arg-type]
+    def __init__(self, dataset: Dataset[Any], order: BatchOrder, num_workers: int) -> None:
+        self.dataset, self.order, self.num_workers = dataset, order, num_workers
         self.epoch, self.position, self.skipped = 0, 0, 0
         self._stream: Iterator[tuple[Batch | Refused, int]] | None = None
 
     def __len__(self) -> int:
         """Batches in one epoch."""
-        batches = self.num_samples / self.batch_size
-        return math.floor(batches) if self.drop_last else math.ceil(batches)
+        return self.order.num_batches
 
     def __iter__(self) -> Iterator[Batch]:
         self._enter_epoch()
@@ -96,7 +119,7 @@ class Loader:
 
     def state_dict(self) -> dict[str, int]:
         """The position of the next batch, and what must be equal for it to mean the same samples."""
-        return {"epoch": self.epoch, "position": self.position, **self._identity()}
+        return {"epoch": self.epoch, "position": self.position, **asdict(self.order)}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on where ``state`` was taken.
@@ -104,10 +127,9 @@ class Loader:
         Raises:
             Refused: taken with another seed, order, batch size or number of samples.
         """
-        differing = {k: (state.get(k), v) for k, v in self._identity().items() if state.get(k) != v}
+        differing = [f"{k} {state.get(k)} then, {v} now" for k, v in asdict(self.order).items() if state.get(k) != v]
         if differing:
-            was_now = ", ".join(f"{k} {was} then, {now} now" for k, (was, now) in differing.items())
-            raise Refused(f"data position of another run ({was_now})", fix="resume with the values of the saved run")
+            raise Refused(f"data position of another run ({', '.join(differing)})", fix="resume with the saved values")
         self.close()
         self.epoch, self.position = state["epoch"], state["position"]
 
@@ -115,21 +137,14 @@ class Loader:
         """Stop the worker processes; the next batch starts them again."""
         self._stream = None
 
-    def _identity(self) -> dict[str, int]:
-        return {
-            "seed": self.seed,
-            "batch_size": self.batch_size,
-            "num_samples": self.num_samples,
-            "shuffle": int(self.shuffle),
-            "drop_last": int(self.drop_last),
-        }
-
     def _enter_epoch(self) -> None:
         if self.position >= len(self):
             self.epoch, self.position = self.epoch + 1, 0
 
     def _open_stream(self) -> Iterator[tuple[Batch | Refused, int]]:
-        reader, keys = _BatchReader(self.dataset, self.seed), self._keys(self.epoch, self.position)
+        # Neither may refer to this loader: in a cycle of references, workers are stopped by the garbage collector, which
+        # may close their queues before they are told, and then waits seconds for each.
+        reader, keys = _BatchReader(self.dataset, self.order.seed), self.order.keys(self.epoch, self.position)
         if not self.num_workers:
             return map(reader.__getitem__, keys)
         loader: DataLoader[Any] = DataLoader(
@@ -139,19 +154,11 @@ class Loader:
             num_workers=self.num_workers,
             collate_fn=_as_read,
             # Else the workers' base seed is drawn from the global generator, which shifts what the model draws next.
-            generator=torch.Generator().manual_seed(self.seed),
+            generator=torch.Generator().manual_seed(self.order.seed),
             multiprocessing_context="spawn",
             pin_memory=torch.cuda.is_available(),
         )
         return iter(loader)
-
-    def _keys(self, epoch: int, position: int) -> Iterator[BatchKey]:
-        for current in itertools.count(epoch):
-            order = (
-                epoch_order(self.num_samples, self.seed, current) if self.shuffle else torch.arange(self.num_samples)
-            )
-            for k in range(position if current == epoch else 0, len(self)):
-                yield current, order[k * self.batch_size : (k + 1) * self.batch_size].clone()
 
 
 class _BatchReader(Dataset[tuple[Batch | Refused, int]]):

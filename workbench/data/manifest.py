@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from workbench.errors import Refused, nearest
 
@@ -46,10 +46,10 @@ class Manifest(BaseModel):
     files: list[DataFile] = Field(min_length=1)
     reader: Literal["digits", "cifar10", "imagefolder"]
     num_classes: int = Field(gt=1)
-    image_shape: tuple[int, int, int]
+    image_shape: tuple[Literal[1, 3], PositiveInt, PositiveInt]
     """Channels, height, width."""
-    num_train: int = Field(gt=0)
-    num_val: int = Field(gt=0)
+    num_train: PositiveInt
+    num_val: PositiveInt
     sha256: str
     """Of the manifest file itself, for provenance."""
 

@@ -50,7 +50,7 @@ def check_source(name: str) -> SourceInfo:
     if name in manifest_names():
         return _from_manifest(read_manifest(name))
     folder = Path(name).expanduser()
-    if "/" in name or folder.is_dir():
+    if "/" in name or (name and folder.is_dir()):
         return _image_folder(name, folder)
     raise Refused(
         "data",
