@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from workbench.data.sources import check_source
-from workbench.experiment.ablation import Arm
+from workbench.experiment.ablation import TRAIN_TASK, Arm
 from workbench.experiment.finding import ArmResult, PredictionCheck
 from workbench.hardware.facts import DeviceFacts
 from workbench.models.config import VITS, vit_config
@@ -34,9 +34,10 @@ def predict_arms(arms: list[Arm], configs: Mapping[str, TrainConfig], facts: Dev
     A CPU has no allocator that counts: its resident memory holds libraries too and is not what the ledger predicts.
     """
     checks: list[PredictionCheck] = []
-    baseline = predict_arm(configs[arms[0].name], facts)
+    steps = {arm.name: predict_arm(configs[arm.name], facts) for arm in arms if arm.task == TRAIN_TASK}
+    baseline = steps.get(arms[0].name)
     for arm in arms:
-        step = predict_arm(configs[arm.name], facts)
+        step = steps.get(arm.name)
         if step is None or baseline is None or arm.unavailable:
             continue
         checks.append(PredictionCheck(arm=arm.name, quantity="step_time", predicted=step.step_time))

@@ -40,8 +40,8 @@ def log_ratio_interval(log_ratios: ArrayLike, confidence: float) -> RatioInterva
 
 
 def look_rounds(max_rounds: int) -> list[int]:
-    """The numbers of rounds after which the rule looks at the data."""
-    return sorted({math.ceil(max_rounds / 2), math.ceil(3 * max_rounds / 4), max_rounds})
+    """The numbers of rounds after which the rule looks at the data; never before the fourth, where t is still wide."""
+    return sorted({max(math.ceil(share * max_rounds), 4) for share in (1 / 2, 3 / 4, 1)})
 
 
 def look_confidence(confidence: float) -> float:
