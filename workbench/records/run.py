@@ -16,6 +16,7 @@ from workbench.records.provenance import collect
 from workbench.records.record import EXIT_CODES, RunRecord, Status, Writer
 
 RUN_DIR_VARIABLE = "WORKBENCH_RUN_DIR"
+ROOT_VARIABLE = "WORKBENCH_RUNS"
 PROGRESS_INTERVAL_S = 0.5
 
 
@@ -83,10 +84,13 @@ class Run:
         return run
 
     @classmethod
-    def current(cls, notebook: str, parameters: Mapping[str, Any], root: Path | str = "runs") -> "Run":
-        """The run that this kernel belongs to: the batch runner's, or else a new one of its own."""
+    def current(cls, notebook: str, parameters: Mapping[str, Any], root: Path | str = "") -> "Run":
+        """The run that this kernel belongs to: the batch runner's, or else a new one of its own.
+
+        That one lies in ``root``, ``$WORKBENCH_RUNS`` or ``runs/``, whichever is given first.
+        """
         batch = os.environ.get(RUN_DIR_VARIABLE)
-        return cls(Path(batch), None) if batch else cls.create(notebook, parameters, root)
+        return cls(Path(batch), None) if batch else cls.create(notebook, parameters, root or default_root())
 
     def log(self, **fields: Any) -> None:
         """Append one line to ``metrics.jsonl``."""
@@ -130,6 +134,10 @@ class Run:
 def _not_writable(folder: Path, error: OSError) -> Refused:
     allowed = f"a folder that can be written to ({error.strerror})"
     return Refused("output folder", str(folder), allowed=allowed, fix="free space there, or name another root")
+
+
+def default_root() -> Path:
+    return Path(os.environ.get(ROOT_VARIABLE, "runs"))
 
 
 def new_id(notebook: str) -> str:
