@@ -215,7 +215,7 @@ def test_name_that_is_no_parameter_is_refused_with_the_nearest(name: str) -> Non
     cell = read_parameters(notebook(parameters="lr: float = 1e-3\nx: int = 1"), "n")
     with pytest.raises(Refused) as refused:
         resolve(cell, from_options(typed=[(name, "1")]), "n")
-    assert "not a parameter of n" in str(refused.value)
+    assert "is not a parameter of n" in str(refused.value)
     assert name != "lrr" or "did you mean 'lr'?" in str(refused.value)
 
 

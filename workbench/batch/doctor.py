@@ -91,9 +91,8 @@ def _devices() -> list[Check]:
         try:
             facts = detect(name)
         except Refused as refused:
-            detail = f"none that torch can use; {refused.allowed}"
-            fix = "half-precision speed-ups and memory ceilings of GPUs cannot be measured here"
-            checks.append(Check(subject=subject, state="no", detail=detail, fix=fix))
+            detail = f"none that torch can use ({refused.allowed}): speed-ups and memory ceilings of GPUs need one"
+            checks.append(Check(subject=subject, state="no", detail=detail))
         except (RuntimeError, OSError) as error:
             checks.append(Check(subject=subject, state="trouble", detail=str(error).splitlines()[-1]))
         else:

@@ -72,8 +72,8 @@ def new_ladder(profile: str, stages: Iterable[str] = (), root: Path = Path("runs
         Refused: an unknown profile, stage, notebook or parameter, or anything that a single run would be refused for.
     """
     notebooks = find_notebooks(folder)
-    chosen = select(notebooks, stages)
-    plan = Plan(id=f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}", profile=profile, notebooks=chosen)
+    ladder_id = f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    plan = Plan(id=ladder_id, profile=_fixed(profile), notebooks=select(notebooks, stages))
     check_root(root)
     ladder = Ladder(plan, [Stage(p) for p in _prepare(plan, notebooks)], root)
     (root / PLANS).mkdir(exist_ok=True)
@@ -93,7 +93,9 @@ def resumed_ladder(which: str, root: Path = Path("runs"), profile: str = "", sta
         Refused: no such ladder, it is still running, or any reason that ``new_ladder`` has.
     """
     plan = _load_plan(which, root)
-    plan = plan.model_copy(update={"profile": profile or plan.profile, "notebooks": select(plan.notebooks, stages)})
+    plan = plan.model_copy(
+        update={"profile": _fixed(profile) or plan.profile, "notebooks": select(plan.notebooks, stages)}
+    )
     check_root(root)
     records = [r for r in scan(root) if r.ladder == plan.id]
     if running := [r.id for r in records if r.status == "running"]:
@@ -195,6 +197,11 @@ def _load_plan(which: str, root: Path) -> Plan:
         return Plan.model_validate_json((root / PLANS / f"{chosen}.json").read_bytes())
     except (OSError, ValidationError):
         raise Refused(f"the plan of ladder {chosen} cannot be read", fix="start a new ladder") from None
+
+
+def _fixed(profile: str) -> str:
+    """A profile's file by its full path, so that the ladder can be resumed from another folder."""
+    return str(Path(profile).absolute()) if profile.endswith(".toml") else profile
 
 
 def _names(stage: str, path: Path) -> bool:

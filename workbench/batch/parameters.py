@@ -77,10 +77,8 @@ def resolve(cell: ParametersCell, given: Mapping[str, Given], name: str) -> dict
     """
     for key, item in given.items():
         if key not in cell.parameters:
-            fix = nearest(key, cell.parameters) if cell.parameters else ""
-            raise Refused(
-                f"{_where(key, item)}: not a parameter of {name}", allowed=fix or "none, it has no parameters"
-            )
+            fix = nearest(key, cell.parameters) if cell.parameters else "it has none"
+            raise Refused(f"{_where(key, item)} is not a parameter of {name}", fix=fix)
     values = {}
     for parameter in cell.parameters.values():
         known = given.get(parameter.name)
