@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from tests.data_loading.planted import GlobalDraws, StoredGenerator
+from tests.data_loading.planted import GlobalDraws, Jitter, StoredGenerator
 from workbench.data.datasets import open_dataset
 from workbench.data.loading import Loader, epoch_order, make_loader, validation_batches
-from workbench.data.randomness import check_draws
+from workbench.data.randomness import check_draws, drawing_from, stored_generators
 from workbench.errors import Refused
 
 
@@ -126,6 +126,19 @@ def test_a_dropped_loader_needs_no_garbage_collector_to_stop_its_workers() -> No
         assert still_there() is None
     finally:
         gc.enable()
+
+
+def test_generators_of_one_data_set_draw_different_numbers() -> None:
+    """Seeded alike, two transforms would shift every image equally far in both directions."""
+    kept = [*(Jitter() for _ in range(2)), np.random.default_rng(0), np.random.default_rng(0), random.Random(0)]
+    found = stored_generators(types.SimpleNamespace(transforms=kept, module=np))
+    assert len(found) == 7, "two in each transform, three beside, and none of a module's own"
+    with drawing_from(11, found):
+        draws = [
+            float(torch.rand((), generator=g)) if isinstance(g, torch.Generator) else float(g.random()) for g in found
+        ]
+        draws += [float(np.random.random()), random.random(), float(torch.rand(()))]
+    assert len(set(draws)) == len(draws)
 
 
 def test_workers_change_neither_order_nor_random_draws_and_resume_exactly() -> None:

@@ -20,7 +20,7 @@ POOL_BYTES = 2**26
 
 
 class BatchedDataset(Dataset[tuple[Tensor, int]]):
-    """A data set in memory, which gives a whole batch in one indexing operation."""
+    """A data set in memory, without random draws, which gives a whole batch in one indexing operation."""
 
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Images (N, C, H, W) and labels (N) of the samples ``indices`` (N)."""
@@ -67,7 +67,7 @@ class SyntheticDataset(BatchedDataset):
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         labels = indices % self.num_classes
         levels = labels.float() / (2 * self.num_classes)
-        return self.noise[indices % len(self.noise)] + levels.view(-1, 1, 1, 1), labels
+        return self.noise[indices % len(self.noise)].add_(levels.view(-1, 1, 1, 1)), labels
 
 
 def open_dataset(name: str, split: str, *, skip_corrupt: bool = False) -> Dataset[tuple[Tensor, int]]:
@@ -96,16 +96,15 @@ def open_dataset(name: str, split: str, *, skip_corrupt: bool = False) -> Datase
 
 
 def _digits(info: SourceInfo, split: str) -> ArrayDataset:
-    """Split by us: of every class, a fifth drawn with ``SPLIT_SEED`` is held out."""
+    """Split by us: the samples in random order within their class, one class after another; every fifth is held out."""
     assert info.folder is not None
     rows = np.loadtxt(info.folder / "digits.csv.gz", delimiter=",").astype(np.int64)
     labels = rows[:, -1]
     # RandomState, unlike default_rng, promises the same numbers in every version of NumPy.
     generator = np.random.RandomState(SPLIT_SEED)
+    classes = [generator.permutation(np.flatnonzero(labels == label)) for label in range(info.num_classes)]
     held_out = np.zeros(len(labels), dtype=bool)
-    for label in range(info.num_classes):
-        members = generator.permutation(np.flatnonzero(labels == label))
-        held_out[members[: round(len(members) / 5)]] = True
+    held_out[np.concatenate(classes)[::5]] = True
     chosen = rows[held_out if split == "val" else ~held_out]
     pixels = torch.from_numpy(chosen[:, :-1].astype(np.uint8)).view(-1, *info.image_shape)
     return ArrayDataset(pixels, torch.from_numpy(chosen[:, -1].copy()), levels=16)

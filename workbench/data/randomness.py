@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ def stored_generators(owner: object, depth: int = 4) -> list[Generator]:
     def visit(value: object, levels: int) -> None:
         if isinstance(value, Generator):
             found[id(value)] = value
-        elif levels and not isinstance(value, Tensor | np.ndarray | type):
+        elif levels and not isinstance(value, Tensor | np.ndarray | type | ModuleType):
             # Long sequences are lists of files or labels, not transforms.
             if isinstance(value, list | tuple) and len(value) <= 64:
                 children: Iterable[object] = value
@@ -56,8 +57,9 @@ def drawing_from(seed: int, stored: Iterable[Generator]) -> Iterator[None]:
     np.random.seed(seed % 2**32)
     # Not torch.manual_seed: that reseeds every GPU as well.
     torch.default_generator.manual_seed(seed)
-    for generator in stored:
-        _reseed(generator, seed)
+    for place, generator in enumerate(stored):
+        # Each its own seed: two transforms must not draw the same numbers.
+        _reseed(generator, stream_seed(seed, place))
     try:
         yield
     finally:
