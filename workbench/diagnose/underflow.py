@@ -177,5 +177,5 @@ def _shifted(table: np.ndarray, down: int) -> np.ndarray:
     """Bins moved towards smaller exponents by ``down``; what falls off an end is kept in its last bin."""
     places = np.clip(np.arange(NUM_BINS) - down, 0, NUM_BINS - 1)
     moved = np.zeros_like(table)
-    np.add.at(moved, (slice(None), places), table)
+    np.add.at(moved.T, places, table.T)
     return moved
