@@ -1,8 +1,11 @@
 """A task with a known speed and a planted fault, imported by arms' processes in the tests. Loads no torch."""
 
+import ctypes
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -62,6 +65,13 @@ class PlantedTask:
         if fault == "exit":
             os._exit(0)
         if fault == "hang":
+            time.sleep(3600)
+        if fault == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if fault == "hold":
+            ctypes.PyDLL(None).sleep(3600)  # keeps the interpreter's lock, as a native extension may
+        if fault == "spawn":
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
             time.sleep(3600)
 
 

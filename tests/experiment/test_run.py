@@ -152,24 +152,28 @@ def test_nested_settings_are_merged_over_the_workload() -> None:
     assert configs["quick"].loss_scaling.init == 2**16
 
 
+PROMPT_S = 8
+"""Far below any of the waits that an interrupt might fall into (an arm's 20 s of silence), far above a busy machine's delay."""
 SCRIPT = """
 import sys
 sys.path.insert(0, {here!r})
 from test_run import ablation, arm
 from workbench.experiment import Protocol
-a = ablation(arm("base", sleep=0.2), arm("other", sleep=0.2), protocol=Protocol(max_rounds=1000))
+a = ablation(arm("base", sleep=0.2), arm("other", sleep=0.2, fault={fault!r}), protocol=Protocol(max_rounds=1000))
 a.run({root!r})
 """
 
 
-def _started(root: Path) -> tuple[subprocess.Popen[bytes], list[psutil.Process]]:
-    """A parent in the middle of its rounds, with its arms' processes."""
+def _started(root: Path, fault: str = "") -> tuple[subprocess.Popen[bytes], list[psutil.Process]]:
+    """A parent in the middle of its rounds, with all the processes below it."""
     parent = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT.format(here=str(HERE), root=str(root))], stderr=subprocess.DEVNULL
+        [sys.executable, "-c", SCRIPT.format(here=str(HERE), root=str(root), fault=fault)],
+        stderr=subprocess.DEVNULL,
     )
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        if list(root.glob("*/metrics.jsonl")):
+        if sum(file.read_text().count("\n") for file in root.glob("*/metrics.jsonl")) >= 5:
+            time.sleep(0.5)  # the other arm is in its third block, where its fault is
             return parent, psutil.Process(parent.pid).children(recursive=True)
         time.sleep(0.1)
     raise AssertionError("the ablation never began")
@@ -178,9 +182,21 @@ def _started(root: Path) -> tuple[subprocess.Popen[bytes], list[psutil.Process]]
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL], ids=["interrupt", "kill"])
 def test_ending_the_parent_ends_its_arms_and_the_record_says_so(tmp_path: Path, sent: signal.Signals) -> None:
     parent, arms = _started(tmp_path)
-    assert len(arms) == 2
+    assert sum("arm_process" in " ".join(process.cmdline()) for process in arms) == 2
+    began = time.monotonic()
     os.kill(parent.pid, sent)
     parent.wait(timeout=10)
+    took = time.monotonic() - began
     _, alive = psutil.wait_procs(arms, timeout=5)
     assert not alive
+    assert took < PROMPT_S
     assert scan(tmp_path)[0].status == {signal.SIGINT: "interrupted", signal.SIGKILL: "killed"}[sent]
+
+
+@pytest.mark.parametrize("fault", ["hang", "stop", "hold", "spawn"])
+def test_no_process_outlives_a_killed_parent_whatever_it_does(tmp_path: Path, fault: str) -> None:
+    parent, processes = _started(tmp_path, fault)
+    parent.kill()
+    parent.wait(timeout=10)
+    _, alive = psutil.wait_procs(processes, timeout=5)
+    assert not alive

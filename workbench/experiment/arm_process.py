@@ -1,13 +1,14 @@
 """The process of one arm: builds its task, then measures blocks and trains guard runs as the parent asks.
 
-Started by ``arms.py`` as ``python -m workbench.experiment.arm_process READ_FD WRITE_FD``. Messages are JSON both ways. The
-process ends when the parent's end of the pipe closes, so no arm outlives its parent.
+Started by ``arms.py`` as ``python -m workbench.experiment.arm_process READ_FD WRITE_FD LIFE_FD``. Messages are JSON both ways.
+The process and all that it started end when the parent's ends of the pipes close, so nothing outlives the parent.
 """
 
 import importlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import traceback
@@ -21,8 +22,9 @@ from workbench.experiment.finding import ArmStatus
 Message = dict[str, Any]
 
 
-def main(read_fd: int, write_fd: int) -> None:
+def main(read_fd: int, write_fd: int, life_fd: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Interrupt is the parent's to handle; it closes the pipe
+    _die_with_parent(life_fd)
     requests: SimpleQueue[Message] = SimpleQueue()
     answers = Connection(write_fd, readable=False)
     threading.Thread(target=_listen, args=(Connection(read_fd, writable=False), requests), daemon=True).start()
@@ -48,6 +50,15 @@ def main(read_fd: int, write_fd: int) -> None:
         except BaseException as error:
             traceback.print_exc()
             answer("failed", status=classify(error), error=_last_lines(error))
+
+
+def _die_with_parent(life_fd: int) -> None:
+    """Kill this process group once the parent is gone, whoever in it hangs, is stopped or holds the interpreter's lock.
+
+    A thread could not: it needs the lock, and workers of this process would survive it.
+    """
+    subprocess.Popen(["/bin/sh", "-c", "read line; kill -9 0"], stdin=life_fd)
+    os.close(life_fd)
 
 
 def _listen(connection: Connection, requests: "SimpleQueue[Message]") -> None:
@@ -81,4 +92,4 @@ def _last_lines(error: BaseException, lines: int = 12) -> str:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(*map(int, sys.argv[1:4]))

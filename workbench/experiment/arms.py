@@ -45,18 +45,22 @@ class ArmProcess:
         """Start building and warming up; ``wait_ready`` waits for it. Arms start side by side."""
         child_read, parent_write = os.pipe()
         parent_read, child_write = os.pipe()
+        child_life, self._life = (
+            os.pipe()
+        )  # nothing is written to it: it closes when this process ends, however it ends
+        fds = (child_read, child_write, child_life)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "workbench.experiment.arm_process", str(child_read), str(child_write)],
-                pass_fds=(child_read, child_write),
+                [sys.executable, "-m", "workbench.experiment.arm_process", *map(str, fds)],
+                pass_fds=fds,
                 env=worker_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
-        os.close(child_read)
-        os.close(child_write)
+        for fd in fds:
+            os.close(fd)
         self._requests = Connection(parent_write, readable=False)
         self._answers = Connection(parent_read, writable=False)
         self._send(ask="build", warmup_steps=warmup_steps, **self._request)
@@ -81,9 +85,11 @@ class ArmProcess:
         self._kill()
         self._requests.close()
         self._answers.close()
+        os.close(self._life)
+        del self._process
 
     def _kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
