@@ -136,6 +136,8 @@ def test_every_block_and_the_finding_are_recorded(tmp_path: Path) -> None:
         ({"variants": [Arm(name="x", task="__main__:Mine")]}, "notebook"),
         ({"variants": [Arm(name="x", settings={"model": "vit-tiyn"})]}, "vit-tiny"),
         ({"variants": [Arm(name="x", settings={"data": "digit"})]}, "digits"),
+        ({"variants": [Arm(name="x", settings={"device": "cpu"})]}, "one device"),
+        ({"variants": [arm("x", activation=lambda x: x)]}, "function"),
         ({"workload": TrainConfig(device="cuda:93")}, "cpu"),
     ],
 )
@@ -143,6 +145,37 @@ def test_what_cannot_run_is_refused_before_anything_starts(tmp_path: Path, chang
     with pytest.raises(Refused, match=said):
         ablation(arm("base"), **{"variants": [arm("x")], **changed}).run(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+class TaskHere:
+    """Stands for a class given in place of its name."""
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [("planted:PlantedTsk", "PlantedTask"), ("plantde:PlantedTask", "plantde"), (TaskHere, r"test_run:TaskHere")],
+)
+def test_a_task_that_is_not_there_is_refused_before_measuring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: Any, said: str
+) -> None:
+    monkeypatch.setattr(TaskHere, "__module__", "no_such_package.test_run")
+    with pytest.raises(Refused, match=said):
+        ablation(arm("base"), Arm(name="x", task=task)).run(tmp_path)
+    assert scan(tmp_path)[0].status == "refused"
+    assert not list(tmp_path.glob("*/metrics.jsonl"))
+
+
+def test_a_class_of_a_notebook_cell_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TaskHere, "__module__", "__main__")
+    with pytest.raises(Refused, match="notebook"):
+        ablation(arm("base"), Arm(name="x", task=TaskHere)).run(tmp_path)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_of_its_own_goes_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORKBENCH_RUNS", str(tmp_path / "elsewhere"))
+    ablation(arm("base"), arm("x"), guard=Guard(kind="none")).run()
+    assert scan(tmp_path / "elsewhere")[0].status == "completed"
 
 
 def test_nested_settings_are_merged_over_the_workload() -> None:

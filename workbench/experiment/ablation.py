@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from workbench.experiment.finding import Finding, PredictionCheck
 from workbench.trainer.config import TrainConfig
@@ -18,7 +18,7 @@ class Spec(BaseModel):
 class Arm(Spec):
     """One way of doing the workload: overrides of ``TrainConfig`` fields, by name.
 
-    ``task`` names the class that a child process builds and measures, as ``package.module:Class``; see
+    ``task`` names the class that a child process builds and measures, as ``package.module:Class`` or the class itself; see
     ``workbench.experiment.tasks.Task``. Later stages bring their own tasks and keep all of the protocol.
     """
 
@@ -27,6 +27,11 @@ class Arm(Spec):
     task: str = TRAIN_TASK
     unavailable: str = ""
     """Why this arm cannot run here, if it cannot; it is then reported and not started."""
+
+    @field_validator("task", mode="before")
+    @classmethod
+    def _by_name(cls, task: Any) -> Any:
+        return f"{task.__module__}:{task.__qualname__}" if isinstance(task, type) else task
 
 
 class Protocol(Spec):
@@ -96,8 +101,12 @@ class Ablation(Spec):
 
         return predict(self)
 
-    def run(self, root: Path | str = "runs") -> Finding:
-        """Measure the arms and record the finding in ``root``, or in the batch run that this notebook belongs to."""
+    def run(self, root: Path | str = "") -> Finding:
+        """Measure the arms and record the finding in the batch run that this notebook belongs to, or in a new run.
+
+        Args:
+            root: folder of a new run; ``$WORKBENCH_RUNS`` or ``runs/`` when empty.
+        """
         from workbench.experiment.run import run_ablation
 
         return run_ablation(self, root)

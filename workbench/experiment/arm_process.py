@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
-from workbench.errors import Refused
+from workbench.errors import Refused, nearest
 from workbench.experiment.finding import ArmStatus
 
 Message = dict[str, Any]
@@ -73,9 +73,22 @@ def _build(request: Message) -> Any:
     from workbench.hardware.facts import DeviceFacts
     from workbench.trainer.config import TrainConfig
 
-    module, _, name = request["task"].partition(":")
-    task_class = getattr(importlib.import_module(module), name)
-    return task_class(TrainConfig(**request["config"]), DeviceFacts(**request["facts"]))
+    return _task_class(request["task"])(TrainConfig(**request["config"]), DeviceFacts(**request["facts"]))
+
+
+def _task_class(task: str) -> Any:
+    """The class that ``package.module:Class`` names; refused where there is none, but not where its module is broken."""
+    name, _, attribute = task.partition(":")
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise Refused("task", task, allowed="package.module:Class", fix=f"install or correct {error.name!r}") from None
+    if not hasattr(module, attribute):
+        classes = [key for key, value in vars(module).items() if isinstance(value, type)]
+        raise Refused("task", task, allowed=f"a class of {name}", fix=nearest(attribute, classes))
+    return getattr(module, attribute)
 
 
 def classify(error: BaseException) -> ArmStatus:

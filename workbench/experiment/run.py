@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import PydanticSerializationError
 
 from workbench.data.sources import check_source
 from workbench.errors import Refused, nearest
@@ -36,7 +37,7 @@ def predict(ablation: Ablation) -> list[PredictionCheck]:
     return predict_arms(ablation.arms, configs, facts)
 
 
-def run_ablation(ablation: Ablation, root: Path | str = "runs") -> Finding:
+def run_ablation(ablation: Ablation, root: Path | str = "") -> Finding:
     """Measure an ablation and record its finding.
 
     Raises:
@@ -83,6 +84,13 @@ def check(ablation: Ablation) -> tuple[dict[str, TrainConfig], DeviceFacts]:
 
 def arm_config(workload: TrainConfig, arm: Arm) -> TrainConfig:
     """The workload with an arm's settings over it; nested fields are merged."""
+    if "device" in arm.settings:
+        raise Refused(
+            f"device of arm {arm.name!r}",
+            arm.settings["device"],
+            allowed="one device for all arms: a finding speaks of one",
+            fix="set it in the workload, and run one ablation per device",
+        )
     for field in arm.settings:
         if field not in TrainConfig.model_fields:
             raise Refused(
@@ -92,7 +100,15 @@ def arm_config(workload: TrainConfig, arm: Arm) -> TrainConfig:
                 fix=nearest(field, TrainConfig.model_fields),
             )
     try:
-        return TrainConfig(**_merge(workload.model_dump(), arm.settings))
+        config = TrainConfig(**_merge(workload.model_dump(), arm.settings))
+        config.model_dump_json()
+        return config
+    except PydanticSerializationError as error:
+        raise Refused(
+            f"a setting of arm {arm.name!r} cannot be sent to the arm's process ({error})",
+            allowed="numbers, strings, lists and mappings",
+            fix="name a function as 'package.module:function'; turn an array's number into int or float",
+        ) from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "settings"
@@ -257,7 +273,7 @@ class _Experiment:
             device=self.facts.name,
             device_facts=self.facts.model_dump(mode="json"),
             workload=a.workload.model_dump(mode="json"),
-            synthetic_data=check_source(a.workload.data).synthetic,
+            synthetic_data=any(check_source(arm.config.data).synthetic for arm in self.arms),
             baseline=self.baseline.name,
             arms=results,
             effects=measured,
