@@ -84,12 +84,17 @@ class VisionTransformer(nn.Module):
         return self.head(self.norm(x_BND[:, 0]))
 
     def reset_parameters(self) -> None:
-        """Truncated normal of 0.02 for weights and embeddings, zero biases and head: the original's initialisation."""
+        """The original's initialisation, which suits every width: Xavier for linear layers, fan-in for patches, zero head.
+
+        A fixed standard deviation of 0.02, common for large models, leaves a narrow one almost without attention.
+        """
         for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Conv2d):
-                nn.init.trunc_normal_(module.weight, std=0.02)
-                assert module.bias is not None
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
                 nn.init.zeros_(module.bias)
+        nn.init.trunc_normal_(self.patch_embed.weight, std=self.patch_embed.weight[0].numel() ** -0.5)
+        assert self.patch_embed.bias is not None
+        nn.init.zeros_(self.patch_embed.bias)
         for embedding in (self.cls_token, self.register_tokens, self.pos_embed):
             if embedding is not None:
                 nn.init.trunc_normal_(embedding, std=0.02)

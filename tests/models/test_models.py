@@ -1,0 +1,124 @@
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from workbench.errors import Refused
+from workbench.models.build import build_model
+from workbench.models.config import VITS, check_model, default_patch_size, vit_config
+from workbench.planner.memory import num_parameters
+
+SMALL = {"num_classes": 10, "image_size": 8, "in_channels": 1}
+
+
+@pytest.mark.parametrize("name", VITS)
+def test_formula_counts_every_parameter(name: str) -> None:
+    with torch.device("meta"):
+        model = build_model(name, num_classes=1000, image_size=224, in_channels=3, qk_norm=True, registers=4)
+    assert sum(p.numel() for p in model.parameters()) == num_parameters(model.config)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("vit-l", 0.304), ("vit-1b", 1), ("vit-3b", 3), ("vit-10b", 10), ("vit-22b", 22), ("vit-32b", 32)],
+)
+def test_names_say_the_size(name: str, billions: float) -> None:
+    assert num_parameters(vit_config(name)) / 1e9 == pytest.approx(billions, rel=0.05)
+
+
+def test_fused_attention_computes_what_eager_attention_does() -> None:
+    torch.manual_seed(0)
+    eager = build_model("vit-nano", **SMALL, attention="eager", qk_norm=True, registers=3)
+    fused = build_model("vit-nano", **SMALL, attention="sdpa", qk_norm=True, registers=3)
+    torch.nn.init.normal_(eager.head.weight)  # type: ignore[union-attr, arg-type]
+    fused.load_state_dict(eager.state_dict())
+    images = torch.randn(3, 1, 8, 8)
+    assert torch.allclose(eager(images), fused(images), atol=1e-5)
+
+
+def test_registers_and_gelu_change_the_model_and_not_its_output_shape() -> None:
+    for fields in ({"registers": 4}, {"gelu": "tanh"}):
+        assert build_model("vit-nano", **SMALL, **fields)(torch.randn(2, 1, 8, 8)).shape == (2, 10)
+
+
+@pytest.mark.parametrize("size", [8, 28, 32, 64])
+def test_the_small_resnet_takes_any_image(size: int) -> None:
+    model = build_model("resnet-small", num_classes=7, image_size=size, in_channels=3)
+    assert model(torch.randn(2, 3, size, size)).shape == (2, 7)
+    assert model.get_submodule("layer4.conv1")
+
+
+@pytest.mark.parametrize("size", range(1, 65))
+def test_a_default_patch_always_divides_the_image(size: int) -> None:
+    assert size % default_patch_size(size) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("vit-tiyn", "vit-tiny"),
+        ("vit_l", "vit-l"),
+        ("", "choose from"),
+        ("a b:c", "registered"),
+        ("timm:", "registered"),
+    ],
+)
+def test_a_model_that_nothing_could_build_is_refused_with_the_nearest_names(name: str, said: str) -> None:
+    with pytest.raises(Refused, match=said):
+        check_model(name)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"), [("widht", 8, "width"), ("width", 30, "heads"), ("patch_size", 3, "patch_size")]
+)
+def test_a_shape_that_does_not_fit_is_refused(field: str, value: int, said: str) -> None:
+    with pytest.raises(Refused, match=said):
+        vit_config("vit-nano", image_size=8, **{field: value})
+
+
+@pytest.fixture
+def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "their_models.py").write_text(
+        "from torch import nn\n"
+        "def linear(num_classes, image_size):\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(image_size**2, num_classes))\n"
+        "def broken(num_classes):\n    return 'a string'\n"
+        "def picky(depth):\n    return nn.Linear(depth, 1)\n"
+        "constant = 3\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("their_models", None)
+    return "their_models"
+
+
+def test_a_factory_gets_of_the_datas_arguments_those_it_takes(factories: str) -> None:
+    model = build_model(f"{factories}:linear", **SMALL)
+    assert model(torch.randn(2, 1, 8, 8)).shape == (2, 10)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        ("their_models:liner", {}, "linear"),
+        ("no_such_module:f", {}, "no_such_module"),
+        ("their_models:broken", {}, "str"),
+        ("their_models:constant", {}, "function or class"),
+        ("their_models:linear", {"widht": 1}, "widht"),
+        ("their_models:picky", {}, "depth"),
+        ("__main__:mine", {}, "notebook"),
+    ],
+)
+def test_a_factory_that_gives_no_model_is_refused_by_name(
+    factories: str, name: str, arguments: dict[str, int], said: str
+) -> None:
+    with pytest.raises(Refused, match=said):
+        build_model(name, **SMALL, **arguments)
+
+
+@pytest.mark.parametrize(("name", "extra"), [("timm:resnet18", "timm"), ("hf:vit", "hf")])
+def test_a_missing_library_is_named_with_its_extra(name: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("timm", "transformers"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(Refused, match=rf"workbench\[{extra}\]"):
+        build_model(name, **SMALL)
