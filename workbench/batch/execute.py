@@ -1,4 +1,4 @@
-"""``python -m workbench.batch.execute RUN_DIR SOCKET_DIR [CELL_TIMEOUT]``: the process that executes one run's notebook.
+"""``python -m workbench.batch.execute RUN_DIR SOCKET_DIR RUNNER_PID [CELL_TIMEOUT]``: the process that executes a notebook.
 
 The last line on standard output is the outcome as JSON. The process ends, and takes the kernel with it, when the runner
 that started it is gone.
@@ -21,8 +21,9 @@ WATCH_INTERVAL_S = 0.5
 
 def main(arguments: list[str]) -> int:
     folder, sockets = Path(arguments[0]), Path(arguments[1])
-    cell_timeout = int(arguments[2]) if len(arguments) > 2 else None
-    threading.Thread(target=_watch_runner, args=(os.getppid(), folder), daemon=True).start()
+    runner, cell_timeout = int(arguments[2]), int(arguments[3]) if len(arguments) > 3 else None
+    # The runner says who it is: it may be gone before this line, and then the parent is another process already.
+    threading.Thread(target=_watch_runner, args=(runner, folder), daemon=True).start()
     # A checker of international web addresses: nothing here asks it anything, and it takes two seconds to load.
     sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
     try:

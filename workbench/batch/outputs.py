@@ -1,6 +1,5 @@
 """Keeping what a cell prints within bounds: the head and the tail stay, and what was cut between is said."""
 
-import re
 from typing import Any
 
 from nbformat import NotebookNode
@@ -10,11 +9,10 @@ KEPT_CHARS = 65_536
 """Characters kept at each end of one stream or text."""
 MAX_OUTPUTS = 200
 """Outputs kept of one cell: all up to here, then the latest."""
-OVERWRITTEN = re.compile(r"[^\n]*\r(?=[^\r\n])")
 
 
 class CappedText:
-    """Text that only grows in the middle of nothing: lines overwritten by a carriage return are gone, as on a terminal."""
+    """Growing text of which the middle is cut once it is long. What a carriage return overwrites is gone, as on a terminal."""
 
     def __init__(self, text: str = "") -> None:
         self._head, self._tail = "", ""
@@ -23,7 +21,7 @@ class CappedText:
 
     def append(self, text: str) -> None:
         start = self._tail.rfind("\n") + 1
-        self._tail = self._tail[:start] + OVERWRITTEN.sub("", self._tail[start:] + text)
+        self._tail = self._tail[:start] + _as_on_a_terminal(self._tail[start:] + text)
         if len(self._tail) > 2 * KEPT_CHARS:
             if not self._head:
                 end = _line_end(self._tail, KEPT_CHARS)
@@ -38,6 +36,14 @@ class CappedText:
         if not self._cut_chars:
             return self._head + self._tail
         return f"{self._head}\n… {self._cut_lines:,} lines ({self._cut_chars:,} characters) cut here …\n\n{self._tail}"
+
+
+def _as_on_a_terminal(text: str) -> str:
+    if "\r" not in text:
+        return text
+    lines = text.split("\n")
+    shown = [line.rstrip("\r") for line in lines]
+    return "\n".join(s[s.rfind("\r") + 1 :] + line[len(s) :] for s, line in zip(shown, lines, strict=True))
 
 
 def _line_end(text: str, near: int) -> int:
@@ -76,7 +82,7 @@ class CappedOutputs:
         elif "text/plain" in last.get("data", {}):
             last.data["text/plain"] = str(CappedText("".join(last.data["text/plain"])))
         if len(outs) > MAX_OUTPUTS:
-            self._dropped += 1
+            self._dropped += 1 if self._dropped else 2  # the first time, the note itself takes a place
             said = f"… {self._dropped:,} outputs cut here …\n"
             outs[MAX_OUTPUTS - 2 :] = [new_output("stream", name="stderr", text=said), last]
             kept = {id(node) for node in outs}

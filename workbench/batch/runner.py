@@ -101,7 +101,7 @@ def _execute(
     run: Run, stop: Stop, timeout: float | None, cell_timeout: int | None, on_tick: Callable[[Run], None]
 ) -> tuple[Status, str]:
     sockets = _socket_folder()
-    command = [sys.executable, "-m", "workbench.batch.execute", str(run.dir), str(sockets)]
+    command = [sys.executable, "-m", "workbench.batch.execute", str(run.dir), str(sockets), str(os.getpid())]
     if cell_timeout:
         command.append(str(cell_timeout))
     environment = os.environ | {RUN_DIR_VARIABLE: str(run.dir), "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
