@@ -44,7 +44,8 @@ class PlantedTask:
             extra={},
         )
 
-    def guard_run(self, seed: int, steps: int, on_step: Callable[[int], None]) -> Any:
+    def guard_run(self, seed: int, steps: int, on_step: Callable[..., None]) -> Any:
+        on_step(0, loss=2.0)
         self._fail("guard")
         on_step(steps - 1)
         loss = 1.0 + 0.001 * seed + self.args.get("worse", 0.0)

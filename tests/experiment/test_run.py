@@ -96,6 +96,7 @@ def test_arms_that_die_are_results_and_the_others_go_on(tmp_path: Path) -> None:
     assert "SIGKILL" in finding.arm("kill").error
     # What was measured before an arm died is kept.
     assert len(finding.arm("late").measurement.block_step_times) == 8  # type: ignore[union-attr]
+    assert finding.arm("late").trajectories == {"loss": [2.0]}
     assert scan(tmp_path)[0].status == "completed"
 
 

@@ -50,7 +50,8 @@ class Protocol(Spec):
     confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
     budget_s: Annotated[float, Field(gt=0)] = 600.0
     arm_timeout_s: Annotated[float, Field(gt=0)] = 300.0
-    """Longest silence of one arm (start-up, a block, a guard run's step) before it counts as timed out."""
+    """Longest silence of one arm before it counts as timed out: its start with the warm-up, a block, a step of a guard run, or
+    the evaluation at its end."""
     alive: bool = True
     """Keep all arms' processes alive; ``False`` restarts an arm for each block when they do not fit together."""
 

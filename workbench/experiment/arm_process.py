@@ -32,6 +32,9 @@ def main(read_fd: int, write_fd: int, life_fd: int) -> None:
     def answer(kind: str, **fields: Any) -> None:
         answers.send_bytes(json.dumps({"kind": kind, **fields}).encode())
 
+    def on_step(step: int, **values: float) -> None:
+        answer("step", step=step, values=values)
+
     task: Any = None
     while True:
         request = requests.get()
@@ -43,7 +46,7 @@ def main(read_fd: int, write_fd: int, life_fd: int) -> None:
             elif request["ask"] == "block":
                 answer("block", **task.block(request["steps"])._asdict())
             elif request["ask"] == "guard":
-                run = task.guard_run(request["seed"], request["steps"], lambda step: answer("step", step=step))
+                run = task.guard_run(request["seed"], request["steps"], on_step)
                 answer("guard", **run._asdict())
         except Refused as refusal:
             answer("refused", error=str(refusal))

@@ -18,6 +18,7 @@ from workbench.experiment.finding import ArmStatus
 from workbench.hardware.facts import DeviceFacts, worker_environment
 from workbench.trainer.config import TrainConfig
 
+OnStep = Callable[[int, dict[str, float]], None]
 POLL_S = 0.05
 """How often a waiting parent looks up, so that an interrupt is noticed at once."""
 
@@ -73,8 +74,8 @@ class ArmProcess:
         self._send(ask="block", steps=steps)
         return self._receive("block")
 
-    def guard_run(self, seed: int, steps: int, on_step: Callable[[int], None]) -> dict[str, Any]:
-        """Train from ``seed``; the fields of ``tasks.GuardRun``."""
+    def guard_run(self, seed: int, steps: int, on_step: OnStep) -> dict[str, Any]:
+        """Train from ``seed``; the fields of ``tasks.GuardRun``. ``on_step`` gets each step's number and values."""
         self._send(ask="guard", seed=seed, steps=steps)
         return self._receive("guard", on_step)
 
@@ -99,7 +100,7 @@ class ArmProcess:
         except OSError:
             raise self._ended() from None
 
-    def _receive(self, kind: str, on_step: Callable[[int], None] | None = None) -> dict[str, Any]:
+    def _receive(self, kind: str, on_step: OnStep | None = None) -> dict[str, Any]:
         heard = time.monotonic()
         while True:
             try:
@@ -115,7 +116,7 @@ class ArmProcess:
             said = message.pop("kind")
             if said == "step":
                 if on_step:
-                    on_step(message["step"])
+                    on_step(message["step"], message["values"])
             elif said == "refused":
                 raise Refused(f"arm {self.arm.name!r}: {message['error']}")
             elif said == "failed":

@@ -17,6 +17,7 @@ class MeasuredArm:
         status: ``completed`` until something ends the arm.
         blocks: fields of ``tasks.Block`` by number of the round.
         guard_runs: fields of ``tasks.GuardRun`` with their ``seed``.
+        trajectories: series of the first guard run, as far as it got.
     """
 
     def __init__(self, arm: Arm, config: TrainConfig, process: ArmProcess) -> None:
@@ -26,6 +27,7 @@ class MeasuredArm:
         self.error = arm.unavailable
         self.blocks: dict[int, dict[str, Any]] = {}
         self.guard_runs: list[dict[str, Any]] = []
+        self.trajectories: dict[str, list[float]] = {}
 
     @property
     def step_seconds(self) -> float:
@@ -44,7 +46,7 @@ class MeasuredArm:
             status=self.status,
             error=self.error,
             measurement=self._measurement() if self.blocks else None,
-            trajectories=self.guard_runs[0]["trajectories"] if self.guard_runs else {},
+            trajectories=self.guard_runs[0]["trajectories"] if self.guard_runs else self.trajectories,
             evaluations=[{k: g[k] for k in ("seed", "loss", "accuracy")} for g in self.guard_runs],
         )
 

@@ -219,7 +219,10 @@ class _Experiment:
             arm.process.start(self.protocol.warmup_steps)
             arm.process.wait_ready()
 
-        def on_step(step: int) -> None:
+        def on_step(step: int, values: dict[str, float]) -> None:
+            if k == 0:
+                for series, value in values.items():
+                    arm.trajectories.setdefault(series, []).append(value)
             label = f"{arm.name} · guard, seed {k + 1}/{guard.seeds} · step {step + 1}/{guard.steps}"
             self.live.update(self._guard_seconds_left(arm, k, step), label)
 
@@ -227,7 +230,7 @@ class _Experiment:
         if not self.protocol.alive:
             arm.process.stop()
         arm.guard_runs.append({"seed": seed, **result})
-        self.run.log(event="guard", arm=arm.name, seed=seed, loss=result["loss"], accuracy=result["accuracy"])
+        self.run.log(event="guard", arm=arm.name, seed=seed, **result)
 
     def _attempt(self, arm: MeasuredArm, action: Callable[[], None]) -> None:
         """Do something with an arm; however the arm ends is its result, and the others go on."""

@@ -1,14 +1,22 @@
 """What a child process measures. Only child processes import this module, for it loads torch."""
 
+import contextlib
 import statistics
-from collections.abc import Callable
+import time
 from typing import Any, NamedTuple, Protocol
+
+import psutil
 
 from workbench.hardware.facts import DeviceFacts
 from workbench.models.config import VITS, vit_config
 from workbench.planner.predict import utilisation
 from workbench.trainer.config import TrainConfig
 from workbench.trainer.loop import StepRecord, Trainer
+
+READ_AHEAD = 2
+"""Batches that each worker of a ``DataLoader`` holds ready: its default ``prefetch_factor``."""
+REST_S = 0.1
+"""Workers whose CPU time stood still this long are at rest."""
 
 
 class Block(NamedTuple):
@@ -30,6 +38,12 @@ class GuardRun(NamedTuple):
     trajectories: dict[str, list[float]]
 
 
+class OnStep(Protocol):
+    """Called after each step of a guard run, as a sign of life; ``values`` are that step's entries of the trajectories."""
+
+    def __call__(self, step: int, **values: float) -> None: ...
+
+
 class Task(Protocol):
     """What an arm's process builds from its configuration, measures in blocks, and trains for the guard."""
 
@@ -39,7 +53,7 @@ class Task(Protocol):
 
     def block(self, steps: int) -> Block: ...
 
-    def guard_run(self, seed: int, steps: int, on_step: Callable[[int], None]) -> GuardRun: ...
+    def guard_run(self, seed: int, steps: int, on_step: OnStep) -> GuardRun: ...
 
 
 class TrainTask:
@@ -55,10 +69,14 @@ class TrainTask:
 
     def block(self, steps: int) -> Block:
         trainer = self.trainer
+        # Batches that workers read ahead while the arm was idle would hide its data wait: use them up first.
+        trainer.train(READ_AHEAD * self.config.num_workers)
         trainer.peak_memory.reset()
         joules = trainer.energy.read()
         records = trainer.train(steps)
         spent = trainer.energy.read()
+        if self.config.num_workers:
+            wait_for_workers()
         step_time = statistics.fmean(r.times.total for r in records)
         return Block(
             step_time=step_time,
@@ -69,15 +87,18 @@ class TrainTask:
             extra=self._mfu(step_time),
         )
 
-    def guard_run(self, seed: int, steps: int, on_step: Callable[[int], None]) -> GuardRun:
+    def guard_run(self, seed: int, steps: int, on_step: OnStep) -> GuardRun:
+        if hasattr(self, "trainer"):
+            del self.trainer  # the blocks are over: an arm that fits should not be out of memory with two models
         run = Trainer(self.config.model_copy(update={"seed": seed, "steps": steps}))
         records: list[StepRecord] = []
 
         def keep(record: StepRecord) -> None:
             records.append(record)
-            on_step(record.step)
+            on_step(record.step, **_values(record))
 
-        run.train(steps, keep)
+        for _ in range(steps):  # one by one, so that each is heard of: the parent takes a long silence for a hang
+            run.train(1, keep)
         result = run.evaluate()
         return GuardRun(result.loss, result.accuracy, trajectories(records))
 
@@ -90,13 +111,32 @@ class TrainTask:
         return {} if mfu is None else {"mfu": mfu}
 
 
+def wait_for_workers(limit_s: float = 10.0) -> None:
+    """Wait until the processes below this one rest: they read ahead after a block, and would slow the next arm's."""
+    deadline, before = time.monotonic() + limit_s, -1.0
+    while before != (before := _cpu_seconds_of_children()) and time.monotonic() < deadline:
+        time.sleep(REST_S)
+
+
+def _cpu_seconds_of_children() -> float:
+    total = 0.0
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            total += sum(child.cpu_times()[:2])
+    return total
+
+
 def trajectories(records: list[StepRecord]) -> dict[str, list[float]]:
     """Series over steps, as figures draw them; the loss scale only where there is one."""
-    series = {"loss": [r.loss for r in records], "grad_norm": [r.grad_norm for r in records]}
-    if records and records[0].loss_scale is not None:
-        series["loss_scale"] = [r.loss_scale or 0.0 for r in records]
-        series["skipped"] = [float(r.skipped) for r in records]
-    return series
+    steps = [_values(r) for r in records]
+    return {name: [values[name] for values in steps] for name in (steps[0] if steps else ())}
+
+
+def _values(record: StepRecord) -> dict[str, float]:
+    values = {"loss": record.loss, "grad_norm": record.grad_norm}
+    if record.loss_scale is not None:
+        values |= {"loss_scale": record.loss_scale, "skipped": float(record.skipped)}
+    return values
 
 
 def _anatomy(records: list[StepRecord]) -> dict[str, float]:
