@@ -39,13 +39,13 @@ class LossScaler:
 
     def __init__(self, config: LossScaling, precision: Precision, device: torch.device) -> None:
         self.enabled = precision == "fp16" and config.mode != "none"
-        never = 2**31 - 1
+        self._fixed = config.init if config.mode == "static" else None
         self._scaler = torch.amp.GradScaler(
             device.type,
             init_scale=config.init,
             growth_factor=config.growth,
-            backoff_factor=config.backoff if config.mode == "dynamic" else 1.0,
-            growth_interval=config.interval if config.mode == "dynamic" else never,
+            backoff_factor=config.backoff,
+            growth_interval=config.interval,
             enabled=self.enabled,
         )
 
@@ -64,7 +64,7 @@ class LossScaler:
         found = self._scaler._found_inf_per_device(optimizer)
         skipped = any(flag.item() > 0 for flag in found.values())
         self._scaler.step(optimizer)
-        self._scaler.update()
+        self._scaler.update(self._fixed)
         return skipped
 
     @property
