@@ -166,10 +166,7 @@ def read_profile(name: str) -> dict[str, dict[str, Any]]:
     tables = read_toml(path.read_text(encoding="utf-8"), path)
     for stem, values in tables.items():
         if not isinstance(values, dict):
-            raise Refused(
-                f"profile {name}: {stem!r} is not a table",
-                fix="put it under the notebook's name, such as [01_baseline]",
-            )
+            raise Refused(f"profile {name}: {stem!r} stands outside a table", fix="put it below a notebook's [name]")
     return tables
 
 

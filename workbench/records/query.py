@@ -94,18 +94,24 @@ def where(root: Path | str, condition: str = "") -> list[dict[str, Any]]:
 
 def progress(folder: Path) -> dict[str, Any]:
     """The last ``progress.json`` of a run: ``done``, ``total``, ``label``, ``time``; empty where there is none."""
-    try:
-        return dict(json.loads((folder / "progress.json").read_bytes()))
-    except (OSError, ValueError):
-        return {}
+    found = _object(folder / "progress.json")
+    whole = isinstance(found.get("label"), str) and all(
+        isinstance(found.get(k), int | float) for k in ("done", "total")
+    )
+    return found if whole else {}
 
 
 def finding(folder: Path) -> dict[str, Any]:
     """The run's finding as plain data; empty where there is none or it cannot be read."""
+    return _object(folder / "finding.json")
+
+
+def _object(path: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads((folder / "finding.json").read_bytes()))
+        value = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
+    return value if isinstance(value, dict) else {}
 
 
 def _broken(folder: Path, why: str) -> RunRecord:
