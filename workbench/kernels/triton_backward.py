@@ -33,8 +33,6 @@ from workbench.kernels.triton_common import (
     visible,
 )
 
-FUSE = False  # dQ by atomic additions within the column pass, where determinism is not asked for
-
 
 @triton.jit
 def delta_kernel(
@@ -234,13 +232,9 @@ def backward(
     fused: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v. ``fused`` takes dQ in the column pass by atomic additions and is not deterministic."""
-    q, k, v, out, grad_out = (rows_view(x) for x in (q, k, v, out, grad_out))
+    q, k, v, grad_out = (rows_view(x) for x in (q, k, v, grad_out))
     batch, heads, n, d = q.shape
-    delta = torch.empty_like(lse)
-    delta_kernel[(triton.cdiv(n, 64), batch * heads)](
-        out, grad_out, grad_lse.contiguous(), delta, *out.stride()[:3], *grad_out.stride()[:3], n, heads,
-        M=64, D=d, D_PAD=padded_head_dim(d), num_warps=4,
-    )  # fmt: skip
+    delta = take_delta(out, grad_out, grad_lse)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     tensors = (q, k, v, grad_out, lse, delta)
     if fused:
@@ -251,6 +245,18 @@ def backward(
         _column_pass(tensors, delta, dk, dv, layout, scale, fused=False)
         _row_pass(tensors, dq, layout, scale)
     return dq, dk, dv
+
+
+def take_delta(out: torch.Tensor, grad_out: torch.Tensor, grad_lse: torch.Tensor) -> torch.Tensor:
+    """What every score's gradient subtracts, fp32 ``(batch, heads, n)``."""
+    out, grad_out = rows_view(out), rows_view(grad_out)
+    batch, heads, n, d = out.shape
+    delta = torch.empty(batch, heads, n, dtype=torch.float32, device=out.device)
+    delta_kernel[(triton.cdiv(n, 64), batch * heads)](
+        out, grad_out, grad_lse.contiguous(), delta, *out.stride()[:3], *grad_out.stride()[:3], n, heads,
+        M=64, D=d, D_PAD=padded_head_dim(d), num_warps=4,
+    )  # fmt: skip
+    return delta
 
 
 def _column_pass(
@@ -264,8 +270,8 @@ def _column_pass(
     fused: bool,
 ) -> None:
     q, k, v, grad_out, lse, delta = tensors
-    tiles = config(q.shape[-1])
-    tile = (tiles.fused if fused else tiles.dkdv).fit(layout.block_size)
+    tiles = config(q.shape[-1], layout.block_size)
+    tile = tiles.fused if fused else tiles.dkdv
     plan, outer = _plan(q, layout, by_columns=True)
     heads, n, d = q.shape[1:]
     part_k, _ = scratch(plan, q.shape[0] * heads, layout.block_size, d, q.device)
@@ -277,13 +283,13 @@ def _column_pass(
         **constants(layout, tile, d), FUSED=fused, UPCAST=needs_upcast(q),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    _sum_parts(part_k, plan, dk, layout, outer)
-    _sum_parts(part_v, plan, dv, layout, outer)
+    sum_parts(part_k, plan, dk, layout, outer)
+    sum_parts(part_v, plan, dv, layout, outer)
 
 
 def _row_pass(tensors: tuple[torch.Tensor, ...], dq: torch.Tensor, layout: BlockLayout, scale: float) -> None:
     q, k, v, grad_out, lse, delta = tensors
-    tile = config(q.shape[-1]).dq.fit(layout.block_size)
+    tile = config(q.shape[-1], layout.block_size).dq
     plan, outer = _plan(q, layout, by_columns=False)
     heads, n, d = q.shape[1:]
     part_q, _ = scratch(plan, q.shape[0] * heads, layout.block_size, d, q.device)
@@ -293,7 +299,7 @@ def _row_pass(tensors: tuple[torch.Tensor, ...], dq: torch.Tensor, layout: Block
         n, heads, outer, group_size(layout, k, outer), len(plan.items), plan.num_slots, scale, scale * LOG2_E.value,
         **constants(layout, tile, d), UPCAST=needs_upcast(q), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    _sum_parts(part_q, plan, dq, layout, outer)
+    sum_parts(part_q, plan, dq, layout, outer)
 
 
 def _plan(q: torch.Tensor, layout: BlockLayout, *, by_columns: bool) -> tuple[Schedule, int]:
@@ -301,7 +307,7 @@ def _plan(q: torch.Tensor, layout: BlockLayout, *, by_columns: bool) -> tuple[Sc
     return schedule(layout, by_columns, item_bound(layout, outer, num_processors(q.device)), q.device), outer
 
 
-def _sum_parts(parts: torch.Tensor, plan: Schedule, out: torch.Tensor, layout: BlockLayout, outer: int) -> None:
+def sum_parts(parts: torch.Tensor, plan: Schedule, out: torch.Tensor, layout: BlockLayout, outer: int) -> None:
     if not plan.num_slots:
         return
     heads, n, d = out.shape[1:]

@@ -28,12 +28,6 @@ class Tile:
     warps: int
     stages: int
 
-    def fit(self, block_size: int) -> "Tile":
-        """The same tile in blocks of ``block_size``: no side longer than a block, and no warps without work."""
-        rows, cols = min(self.rows, block_size), min(self.cols, block_size)
-        shrunk = rows * cols < self.rows * self.cols
-        return Tile(rows, cols, 4 if shrunk else self.warps, self.stages)
-
 
 @dataclass(frozen=True)
 class Config:
@@ -45,11 +39,14 @@ class Config:
     fused: Tile
 
 
-# By padded head_dim; from sweeps with tests/benchmarks/bench_attention.py --tune.
-CONFIGS: dict[int, Config] = {
-    32: Config(Tile(128, 64, 4, 3), Tile(64, 128, 8, 3), Tile(128, 64, 4, 3), Tile(64, 128, 8, 3)),
-    64: Config(Tile(128, 64, 4, 3), Tile(64, 128, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3)),
-    128: Config(Tile(128, 64, 8, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
+# By padded head_dim and block size; sweeps: tests/benchmarks/bench_attention.py --tune.
+CONFIGS: dict[tuple[int, int], Config] = {
+    (32, 64): Config(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
+    (64, 64): Config(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(32, 64, 4, 3)),
+    (128, 64): Config(Tile(64, 64, 4, 3), Tile(32, 64, 4, 2), Tile(64, 64, 4, 2), Tile(32, 64, 8, 2)),
+    (32, 128): Config(Tile(128, 64, 4, 3), Tile(64, 128, 8, 3), Tile(128, 64, 4, 3), Tile(64, 128, 8, 3)),
+    (64, 128): Config(Tile(128, 64, 4, 3), Tile(64, 128, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3)),
+    (128, 128): Config(Tile(128, 64, 8, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
 }
 
 
@@ -58,9 +55,9 @@ def padded_head_dim(head_dim: int) -> int:
     return max(32, triton.next_power_of_2(head_dim))
 
 
-def config(head_dim: int) -> Config:
-    """The configuration for ``head_dim``; change :data:`CONFIGS` to try another."""
-    return CONFIGS[padded_head_dim(head_dim)]
+def config(head_dim: int, block_size: int) -> Config:
+    """The configuration for a head_dim and block size; change :data:`CONFIGS` to try another."""
+    return CONFIGS[padded_head_dim(head_dim), block_size]
 
 
 def rows_view(x: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from workbench.kernels.layout import BlockLayout
-from workbench.kernels.schedule import group_size, item_bound, schedule
+from workbench.kernels.schedule import Schedule, group_size, item_bound, schedule
 from workbench.kernels.triton_common import (
     LOG2_E,
     base_of,
@@ -87,7 +87,7 @@ def forward_kernel(
             top, total, acc = _softmax_step(scores, top, total, acc, v_tile, scale_log2, UPCAST)
 
     some = tl.where(total == 0, 1.0, total)  # an empty row: output 0, log-sum −inf
-    acc = acc / some[:, None]
+    acc = acc * (1.0 / some)[:, None]
     log2_sum = top + tl.log2(some)
     inside = tl.arange(0, M)
     if slot >= 0:
@@ -135,7 +135,7 @@ def forward(
     batch, heads, n, d = q.shape
     out = torch.empty_like(q)
     lse = torch.empty(batch, heads, n, dtype=torch.float32, device=q.device)
-    tile = config(d).forward.fit(layout.block_size)
+    tile = config(d, layout.block_size).forward
     outer = batch if layout.heads else batch * heads
     plan = schedule(layout, False, item_bound(layout, outer, num_processors(q.device)), q.device)
     part_out, part_lse = scratch(plan, batch * heads, layout.block_size, d, q.device)
@@ -147,10 +147,24 @@ def forward(
         **constants(layout, tile, d), UPCAST=needs_upcast(q),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    if plan.num_slots:
-        combine_kernel[(len(plan.splits), outer, layout.block_size // 16)](
-            part_out, part_lse, plan.splits, out, lse, *out.stride()[:3], n, heads, plan.num_slots,
-            BLOCK=layout.block_size, M=16, D=d, D_PAD=padded_head_dim(d), PER_HEAD=layout.heads is not None,
-            num_warps=4,
-        )  # fmt: skip
+    combine(plan, part_out, part_lse, out, lse, layout, outer)
     return out, lse
+
+
+def combine(
+    plan: Schedule,
+    part_out: torch.Tensor,
+    part_lse: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    layout: BlockLayout,
+    outer: int,
+) -> None:
+    """Write the rows whose items lie in scratch."""
+    if not plan.num_slots:
+        return
+    heads, n, d = out.shape[1:]
+    combine_kernel[(len(plan.splits), outer, layout.block_size // 16)](
+        part_out, part_lse, plan.splits, out, lse, *out.stride()[:3], n, heads, plan.num_slots,
+        BLOCK=layout.block_size, M=16, D=d, D_PAD=padded_head_dim(d), PER_HEAD=layout.heads is not None, num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,166 @@
+"""Compiles every kernel configuration for a GPU that need not be there, and reads what each thread uses of it.
+
+    python -m workbench.kernels.resources [--arch 90]
+
+A spilled register is a round trip to memory in the innermost loop, so the test suite refuses configurations that
+spill more than :data:`SPILL_BOUND` bytes.
+"""
+
+import argparse
+import itertools
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from workbench.kernels import gluon_backward, gluon_forward, triton_backward, triton_forward
+from workbench.kernels.triton_common import CONFIGS, Tile
+
+SPILL_BOUND = 128  # bytes of stack a thread: a few numbers of an item kept across its inner loop
+TENSORS = {"q", "k", "v", "out", "grad_out", "grad_q", "grad_k", "grad_v"}
+FLOATS = {"scale", "scale_log2"}
+INTEGER_TABLES = {"items", "indices", "splits"}
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one thread of a compiled kernel uses, and what one thread block does."""
+
+    kernel: str
+    head_dim: int
+    tile: Tile
+    variant: str
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+
+
+def compile_kernel(
+    kernel: Any, tile: Tile, constants: dict[str, Any], arch: int, tiles: dict[str, int] | None = None
+) -> Any:
+    """A Triton or Gluon kernel compiled for ``arch``, as a launch on bf16 with aligned tensors and strides would.
+
+    Args:
+        tiles: Gluon's tensors that come as descriptors, with their rows per tile.
+    """
+    signature: dict[str, str] = {}
+    for name in kernel.arg_names:
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name in (tiles or {}):
+            layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+            signature[name] = f"tensordesc<bf16[1, 1, {(tiles or {})[name]}, {constants['D']}],{layout!r}>"
+        elif name in TENSORS:
+            signature[name] = "*bf16"
+        elif name in INTEGER_TABLES:
+            signature[name] = "*i32"
+        elif name in FLOATS:
+            signature[name] = "fp32"
+        else:
+            signature[name] = "*fp32" if name in {"lse", "delta"} or name.startswith("part_") else "i32"
+    if constants.get("FUSED"):
+        signature["grad_q"] = "*fp32"
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(kernel.arg_names)
+        if signature[name].startswith("*") or re.search(r"_[bhn]$", name)
+    }
+    source = (GluonASTSource if tiles else ASTSource)(kernel, signature, constants, aligned)
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def usage(compiled: Any) -> tuple[int, int]:
+    """(registers, spilled bytes) of a thread, from the disassembler that comes with Triton."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
+        binary.write(compiled.asm["cubin"])
+        binary.flush()
+        text = subprocess.run([tool, "-res-usage", binary.name], capture_output=True, text=True, check=True).stdout
+        sass = subprocess.run([tool, "-sass", binary.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found, f"cuobjdump printed no resource usage:\n{text}"
+    assert "HGMMA" in sass or "HMMA" in sass or "MUFU" in sass, "the disassembly holds no kernel"
+    return int(found[1]), int(found[2])
+
+
+def portable(blocks: tuple[int, ...] = (64, 128)) -> Iterator[tuple[str, int, Tile, str, Callable[[int], Any]]]:
+    """(kernel, head_dim, tile, variant, compile) of every Triton kernel in every configuration."""
+    kernels: tuple[tuple[str, Any, str, dict[str, bool]], ...] = (
+        ("forward", triton_forward.forward_kernel, "forward", {}),
+        ("dkdv", triton_backward.dkdv_kernel, "dkdv", {"FUSED": False}),
+        ("dkdv fused", triton_backward.dkdv_kernel, "fused", {"FUSED": True}),
+        ("dq", triton_backward.dq_kernel, "dq", {}),
+    )
+    variants = {"whole": (False, False), "cut": (True, True)}
+    for ((d, block), config), (name, kernel, field, extra), variant in itertools.product(
+        CONFIGS.items(), kernels, variants
+    ):
+        if block not in blocks:
+            continue
+        tile: Tile = getattr(config, field)
+        causal, ragged = variants[variant]
+        constants = {
+            "BLOCK": block, "M": tile.rows, "N": tile.cols, "D": d, "D_PAD": d, "PER_HEAD": False, "CAUSAL": causal,
+            "RAGGED": ragged, "UPCAST": False, **extra,
+        }  # fmt: skip
+        yield name, d, tile, f"{variant}, block {block}", partial(compile_kernel, kernel, tile, constants)
+
+
+def lowered() -> Iterator[tuple[str, int, Tile, str, Callable[[int], Any]]]:
+    """The same of the kernels lowered for Hopper."""
+    streamed = gluon_backward.TILE
+    for d in (64, 128):
+        shared = {"D": d, "PER_HEAD": False}
+        for name, kernel, constants, tiles in (
+            ("forward", gluon_forward.forward_kernel, {"STAGES": 256 // d}, dict.fromkeys("qkv", 128)),
+            ("dkdv", gluon_backward.dkdv_kernel, {"STAGES": 3, "QUERIES": streamed},
+             {"q": streamed, "grad_out": streamed, "k": 128, "v": 128}),
+            ("dq", gluon_backward.dq_kernel, {"STAGES": 3, "KEYS": streamed},
+             {"q": 128, "grad_out": 128, "k": streamed, "v": streamed}),
+        ):  # fmt: skip
+            tile = Tile(128, 128, 4, constants["STAGES"])
+            yield name, d, tile, "lowered", partial(compile_kernel, kernel, tile, shared | constants, tiles=tiles)
+
+
+def report(arch: int = 90, blocks: tuple[int, ...] = (64, 128)) -> Iterator[Resources]:
+    """Compile every configuration and say what it uses."""
+    for name, d, tile, variant, compile_for in itertools.chain(
+        portable(blocks), lowered() if arch == 90 and 128 in blocks else ()
+    ):
+        compiled = compile_for(arch)
+        registers, spilled = usage(compiled)
+        yield Resources(name, d, tile, variant, registers, spilled, compiled.metadata.shared)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--arch", type=int, default=90, help="compute capability, 90 for Hopper")
+    parser.add_argument("--block", type=int, choices=(64, 128), help="only layouts of this block size")
+    arguments = parser.parse_args(argv)
+    worst = 0
+    for r in report(arguments.arch, (arguments.block,) if arguments.block else (64, 128)):
+        print(
+            f"{r.kernel:10} d={r.head_dim:<4} {r.tile!s:50} {r.variant:18} {r.registers:4} registers "
+            f"{r.spilled_bytes:5} B spilled {r.shared_bytes:7} B shared",
+            flush=True,
+        )
+        worst = max(worst, r.spilled_bytes)
+    if worst > SPILL_BOUND:
+        print(f"{worst} bytes spilled, more than the bound of {SPILL_BOUND}", file=sys.stderr)
+    return int(worst > SPILL_BOUND)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
