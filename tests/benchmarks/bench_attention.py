@@ -27,7 +27,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from workbench.kernels import fa4, layouts, reference, triton_backward, triton_forward
+from workbench.kernels import fa4, layouts, reference, triton_backward, triton_forward, triton_op
 from workbench.kernels.attention import block_sparse_attention
 from workbench.kernels.layout import BlockLayout
 from workbench.kernels.triton_common import CONFIGS, Tile, padded_head_dim
@@ -51,8 +51,8 @@ def backends(names: list[str], layout: BlockLayout) -> dict[str, Attend]:
         if name == "cudnn":
             if layout.is_full:
                 found[name] = cudnn
-        elif name in ("triton", "triton-fused"):
-            found[name] = triton(layout, fused=name == "triton-fused")
+        elif name.startswith("triton"):
+            found[name] = triton(layout, name)
         elif name != "fa4" or (fa4.is_installed() and fa4.supports(layout, 128)):
             found[name] = lambda q, k, v, name=name: block_sparse_attention(q, k, v, layout, backend=name)
     return found
@@ -63,13 +63,19 @@ def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return scaled_dot_product_attention(q, k, v)
 
 
-def triton(layout: BlockLayout, *, fused: bool) -> Attend:
+def triton(layout: BlockLayout, variant: str) -> Attend:
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        triton_backward.FUSE = fused
+        select(variant)
         return block_sparse_attention(q, k, v, layout, backend="triton")
 
-    attend.fused = fused  # type: ignore[attr-defined]
+    attend.variant = variant  # type: ignore[attr-defined]
     return attend
+
+
+def select(variant: str) -> None:
+    """Which of our kernels the triton backend runs: portable ones, with fused dQ, or those lowered for Hopper."""
+    triton_op.FUSE = variant == "triton-fused"
+    triton_op.LOWERED = frozenset({"forward", "backward"} if variant == "triton-hopper" else ())
 
 
 def inputs(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> list[torch.Tensor]:
@@ -83,6 +89,7 @@ def inputs(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, seed: in
 
 
 def gate_cases(thorough: bool) -> Iterator[tuple[str, BlockLayout, int, torch.dtype]]:
+    """Short: what is then timed. Thorough: every head_dim, both dtypes and the awkward patterns."""
     window = layouts.window_global(16384)
     for d in (64, 128):
         yield "window 16k", window, d, torch.bfloat16
@@ -97,6 +104,10 @@ def gate_cases(thorough: bool) -> Iterator[tuple[str, BlockLayout, int, torch.dt
         yield "causal ragged", layouts.causal(1500), d, dtype
         yield "per head ragged", per_head, d, dtype
         yield "empty rows and columns", empty, d, dtype
+    for d in (64, 128):
+        mixed = BlockLayout.per_head([layouts.local(2048), layouts.window_global(2048), layouts.random(2048)])
+        yield "per head", mixed, d, torch.bfloat16
+        yield "empty rows and columns", BlockLayout.from_pairs(1024, 128, [0, 2, 5], [1, 1, 3]), d, torch.float16
     yield "window 64k", layouts.window_global(65536), 128, torch.bfloat16
     yield "strided 64k", layouts.strided(65536), 64, torch.bfloat16
 
@@ -190,7 +201,7 @@ def both_passes(
         forward[name] = lambda attend=attend: attend(q.detach(), k.detach(), v.detach())
 
         def run(out: torch.Tensor = out, attend: Attend = attend) -> None:
-            triton_backward.FUSE = getattr(attend, "fused", False)
+            select(getattr(attend, "variant", ""))
             torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
 
         backward[name] = run
@@ -302,12 +313,12 @@ def tune(arguments: argparse.Namespace, deadline: float) -> list[dict[str, Any]]
     for case, pattern in itertools.product(arguments.cases.split(","), arguments.patterns.split(",")):
         n, d = map(int, case.split("/"))
         run, work = kernel_run(kernel, n, d, PATTERNS[pattern](n))
-        before, mine = CONFIGS[padded_head_dim(d)], []
+        before, mine = CONFIGS[padded_head_dim(d), 128], []
         for tile in candidates(kernel):
             if time.monotonic() > deadline:
                 print("out of time", flush=True)
                 break
-            CONFIGS[padded_head_dim(d)] = replace(before, **{kernel: tile})
+            CONFIGS[padded_head_dim(d), 128] = replace(before, **{kernel: tile})
             try:
                 ms = medians({"it": run}, 1, rounds=7)["it"]
             except Exception as error:  # does not fit
@@ -315,7 +326,7 @@ def tune(arguments: argparse.Namespace, deadline: float) -> list[dict[str, Any]]
                 continue
             mine.append({"kernel": kernel, "n": n, "head_dim": d, "pattern": pattern, "tile": str(tile),
                          "milliseconds": ms, "tflops": work / ms / 1e9})  # fmt: skip
-        CONFIGS[padded_head_dim(d)] = before
+        CONFIGS[padded_head_dim(d), 128] = before
         results += mine
         for r in sorted(mine, key=lambda r: r["milliseconds"])[:6]:
             print(f"{kernel} {case} {pattern}: {r['tile']} {r['milliseconds']:.3f} ms {r['tflops']:.0f}", flush=True)
@@ -327,7 +338,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default=CASES, help="tokens/head_dim, comma-separated")
     parser.add_argument("--patterns", default="window,strided,dense")
-    parser.add_argument("--backends", default="triton,triton-fused,flex,fa4,cudnn")
+    parser.add_argument("--backends", default="triton,triton-fused,triton-hopper,flex,fa4,cudnn")
     parser.add_argument("--seconds", type=float, default=480, help="stop starting new cases after this")
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--gate", action="store_true", help="only the correctness check, thoroughly")
