@@ -50,4 +50,4 @@ def test_lock_file_pins_every_dependency_at_an_allowed_version() -> None:
 def test_readme_names_only_make_targets_and_commands_that_exist() -> None:
     readme = (ROOT / "README.md").read_text()
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.M))
-    assert set(re.findall(r"make ([a-z]+)", readme)) <= targets
+    assert set(re.findall(r"(?:^    |`)make ([a-z]+)", readme, flags=re.M)) <= targets
