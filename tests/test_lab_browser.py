@@ -1,4 +1,4 @@
-"""The panel in a real JupyterLab, driven in a real browser: it appears once, and its controls redraw the figure."""
+"""A real JupyterLab in a real browser: the panel redraws, a run shows progress, the kernel answers, Interrupt stops it."""
 
 import json
 import os
@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
+import psutil
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 from playwright.sync_api import Locator, Page, expect
 
 from tests.browser import chromium, find_chromium
 from tests.samples import sample_finding
+from workbench.records.query import scan
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
@@ -30,11 +32,28 @@ from workbench.report import show
 finding = Finding.model_validate_json(Path("finding.json").read_bytes())
 show(finding)
 """
+LIVE_CELLS = [
+    """\
+import ipywidgets
+
+label = ipywidgets.Label("untouched")
+button = ipywidgets.Button(description="touch")
+button.on_click(lambda _: setattr(label, "value", "touched"))
+ipywidgets.HBox([button, label])
+""",
+    """\
+from tests.experiment.test_run import ablation, arm
+from workbench.experiment import Protocol
+
+endless = Protocol(max_rounds=100_000, effect=1e-9)
+ablation(arm("base", sleep=0.05), arm("other", sleep=0.05), protocol=endless).run()
+""",
+]
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of a JupyterLab on a free port, with settings of its own, that serves a notebook with one cell."""
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """Address and folder of a JupyterLab on a free port, with settings of its own, that serves two notebooks."""
     find_chromium()
     home = tmp_path_factory.mktemp("lab")
     work, runtime, settings = home / "work", home / "runtime", home / "config"
@@ -43,19 +62,21 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     (work / "finding.json").write_text(sample_finding().model_dump_json())
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
     nbformat.write(new_notebook(cells=[new_code_cell(CELL)], metadata=kernel), work / "panel.ipynb")
+    live = new_notebook(cells=[new_code_cell(source) for source in LIVE_CELLS], metadata=kernel)
+    nbformat.write(live, work / "live.ipynb")
     news = {"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": True}}
     (settings / "labconfig" / "page_config.json").write_text(json.dumps(news))
     environment = {k: v for k, v in os.environ.items() if k != "WORKBENCH_RUN_DIR"} | {
         "JUPYTER_CONFIG_DIR": str(settings),
         "JUPYTER_RUNTIME_DIR": str(runtime),
         "JUPYTERLAB_WORKSPACES_DIR": str(home / "workspaces"),
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "experiment")]),
     }
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1", "--port=0"]
     command += [f"--ServerApp.root_dir={work}", f"--IdentityProvider.token={TOKEN}"]
     with (home / "log").open("w") as log, subprocess.Popen(command, env=environment, stdout=log, stderr=log) as server:
         try:
-            yield _address(server, runtime, home / "log")
+            yield _address(server, runtime, home / "log"), work
         finally:
             server.terminate()
 
@@ -74,15 +95,11 @@ def _address(server: subprocess.Popen, runtime: Path, log: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def output(lab: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Page, Locator]]:
+def output(lab: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Page, Locator]]:
     """The page, and the output of the cell after "Run All Cells"."""
     with chromium(tmp_path_factory.mktemp("profile"), viewport={"width": 1280, "height": 1100}) as context:
         page = context.new_page()
-        page.goto(f"{lab}lab/tree/panel.ipynb?token={TOKEN}")
-        page.locator(".jp-Notebook .jp-CodeCell").first.wait_for(timeout=60_000)
-        page.get_by_text("Python 3 (ipykernel) | Idle").wait_for(timeout=60_000)
-        page.get_by_role("menuitem", name="Run", exact=True).click()
-        page.get_by_role("menuitem", name=re.compile("^Run All Cells")).first.click()
+        _run_all(page, f"{lab[0]}lab/tree/panel.ipynb?token={TOKEN}")
         expect(page.locator(".jp-InputPrompt").first).to_have_text("[1]:", timeout=60_000)
         yield page, page.locator(".jp-OutputArea").first
 
@@ -111,6 +128,46 @@ def test_scale_and_arms_redraw_the_figure(output: tuple[Page, Locator]) -> None:
     before = _source(area)
     area.locator("select[multiple]").select_option(["bf16", "fp32"])
     expect(area.locator("img.widget-image")).not_to_have_attribute("src", before, timeout=30_000)
+
+
+def test_a_run_shows_progress_leaves_the_kernel_responsive_and_stops_on_interrupt(
+    lab: tuple[str, Path], tmp_path: Path
+) -> None:
+    address, work = lab
+    with chromium(tmp_path / "profile", viewport={"width": 1280, "height": 900}) as context:
+        page = context.new_page()
+        _run_all(page, f"{address}lab/workspaces/live/tree/live.ipynb?token={TOKEN}")
+        progress = page.locator(".jp-CodeCell").nth(1).locator(".jp-OutputArea")
+        expect(progress).to_contain_text(re.compile(r"round \d+/100000 .* left"), timeout=60_000)
+        page.get_by_role("button", name="touch").click()
+        expect(page.locator(".jp-CodeCell").first).to_contain_text("touched", timeout=15_000)
+        arms = [
+            p
+            for p in psutil.process_iter(["cmdline"])
+            if "workbench.experiment.arm_process" in (p.info["cmdline"] or [])
+        ]
+        assert len(arms) >= 2
+        page.get_by_role("menuitem", name="Kernel", exact=True).click()
+        page.get_by_role("menuitem", name="Interrupt Kernel").click()
+        expect(progress).to_contain_text("ended by KeyboardInterrupt", timeout=15_000)
+        _, alive = psutil.wait_procs([p for p in arms if _below(p, work)], timeout=10)
+        assert not alive
+    assert scan(work / "runs")[-1].status == "interrupted"
+
+
+def _below(process: psutil.Process, folder: Path) -> bool:
+    try:
+        return Path(process.cwd()) == folder
+    except psutil.Error:
+        return False
+
+
+def _run_all(page: Page, address: str) -> None:
+    page.goto(address)
+    page.locator(".jp-Notebook .jp-CodeCell").first.wait_for(timeout=60_000)
+    page.get_by_text("Python 3 (ipykernel) | Idle").wait_for(timeout=60_000)
+    page.get_by_role("menuitem", name="Run", exact=True).click()
+    page.get_by_role("menuitem", name=re.compile("^Run All Cells")).first.click()
 
 
 def _source(area: Locator) -> str:
