@@ -176,17 +176,6 @@ def test_two_runs_into_one_folder_are_one_run_and_one_refusal(tmp_path: Path) ->
     assert [r.status for r in scan(tmp_path / "runs")] == ["completed"]
 
 
-@pytest.mark.benchmark
-def test_24_notebooks_at_once_all_end(tmp_path: Path) -> None:
-    def one(i: int) -> RunRecord:
-        return start(tmp_path / f"n{i}.ipynb", (f"print({i})",), tmp_path / "runs")
-
-    with ThreadPoolExecutor(24) as pool:
-        records = list(pool.map(one, range(24)))
-    assert [r.status for r in records] == ["completed"] * 24, [r.error for r in records]
-    assert [output_text(r.dir / "notebook.ipynb", 2) for r in records] == [f"{i}\n" for i in range(24)]
-
-
 class Batch:
     """``workbench run`` in a process of its own, on a notebook that prints and then sleeps."""
 

@@ -14,6 +14,7 @@ from papermill.clientwrap import PapermillNotebookClient
 from papermill.engines import NotebookExecutionManager
 
 from workbench.batch.kernel import METADATA, OwnKernelManager
+from workbench.batch.notebook import EXECUTED, LOG
 from workbench.batch.outputs import CappedOutputs
 from workbench.batch.processes import signal_name
 from workbench.records.atomic import write_bytes
@@ -23,8 +24,6 @@ SAVE_INTERVAL_S = 1.0
 START_TIMEOUT_S = 120
 IOPUB_TIMEOUT_S = 60
 """How long the output of a finished cell may lag behind its reply."""
-NOTEBOOK = "notebook.ipynb"
-LOG = "log.txt"
 
 
 class Manager(NotebookExecutionManager):
@@ -48,10 +47,7 @@ class Client(PapermillNotebookClient):
         for index, cell in enumerate(self.nb.cells):
             self.nb_man.outputs = CappedOutputs()
             self.nb_man.cell_start(cell, index)
-            try:
-                self.execute_cell(cell, index)
-            except DeadKernelError:
-                raise DeadKernelError(_how_it_died(self.km.exit_code())) from None
+            self.execute_cell(cell, index)
             self.nb_man.cell_complete(cell, index)
 
     async def async_execute_cell(self, cell: NotebookNode, cell_index: int, **options: Any) -> NotebookNode:
@@ -90,38 +86,36 @@ class Client(PapermillNotebookClient):
 
 def execute(folder: Path, sockets: Path, cell_timeout: int | None) -> tuple[Status, str]:
     """Run the notebook to its end, whatever that is; what became of it and the error in one text."""
-    path = folder / NOTEBOOK
+    path, kernel = folder / EXECUTED, OwnKernelManager(sockets)
     notebook = nbformat.read(path, as_version=4)
     notebook.metadata.kernelspec = dict(METADATA)
     manager = Manager(notebook, output_path=str(path), progress_bar=False)
     signal.signal(signal.SIGTERM, lambda *_: _stop(manager))
     manager.notebook_start()
+    timeouts = {"timeout": cell_timeout, "iopub_timeout": IOPUB_TIMEOUT_S, "startup_timeout": START_TIMEOUT_S}
     with (folder / LOG).open("a") as log:
-        client = Client(
-            manager,
-            km=OwnKernelManager(sockets),
-            timeout=cell_timeout,
-            iopub_timeout=IOPUB_TIMEOUT_S,
-            startup_timeout=START_TIMEOUT_S,
-        )
         try:
-            client.execute(cleanup_kc=True, stdout=log, stderr=log)
+            Client(manager, km=kernel, **timeouts).execute(cleanup_kc=True, stdout=log, stderr=log)
             manager.notebook_complete()
             return "completed", ""
         except CellExecutionError as error:
             refused = error.ename == "Refused"
             return ("refused" if refused else "failed"), f"{error.ename}: {error.evalue}"
-        except CellTimeoutError:
-            return "timeout", f"a cell ran longer than {cell_timeout} s"
-        except DeadKernelError as error:
-            return "killed", str(error)
+        except CellTimeoutError as error:
+            return "timeout", f"a cell ran longer than {cell_timeout} s" if cell_timeout else str(error).splitlines()[0]
+        except DeadKernelError:
+            return "killed", _how_it_died(kernel.exit_code())
+        except RuntimeError:  # of a kernel that was never ready
+            if (kernel.exit_code() or 0) >= 0:
+                raise
+            return "killed", _how_it_died(kernel.exit_code())
         finally:
             manager.save()
 
 
 def _how_it_died(code: int | None) -> str:
     if code is None or code >= 0:
-        return f"the kernel's process ended (exit code {code}) while a cell ran"
+        return f"the kernel's process ended (exit code {code}) before the notebook did"
     memory = ", as the system does when memory runs out" if code == -signal.SIGKILL else ""
     return f"the kernel was killed by {signal_name(-code)}{memory}"
 

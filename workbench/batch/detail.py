@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from workbench.batch.notebook import LOG
 from workbench.batch.status import duration, seconds, status_text
 from workbench.experiment.finding import Finding
 from workbench.records.query import finding
@@ -45,7 +46,7 @@ def describe(record: RunRecord) -> Group:
     if record.error:
         parts.append(Text(f"\n{record.error}", style="red"))
     if record.status in ("failed", "killed") and (tail := log_tail(record)):
-        parts.append(Text(f"\nlog.txt ends with:\n{tail}", style="dim"))
+        parts.append(Text(f"\n{LOG} ends with:\n{tail}", style="dim"))
     return Group(*parts)
 
 
@@ -88,7 +89,7 @@ def read_finding(record: RunRecord) -> Finding | None:
 
 def log_tail(record: RunRecord) -> str:
     try:
-        text = (record.dir / "log.txt").read_bytes()[-20_000:].decode(errors="replace")
+        text = (record.dir / LOG).read_bytes()[-20_000:].decode(errors="replace")
     except OSError:
         return ""
     return "\n".join(text.strip().splitlines()[-TAIL_LINES:])

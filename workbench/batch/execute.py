@@ -13,6 +13,7 @@ import traceback
 from pathlib import Path
 
 from workbench.batch.executed import settle
+from workbench.batch.notebook import EXECUTED
 from workbench.batch.processes import end_all
 from workbench.records.record import EXIT_CODES
 
@@ -41,7 +42,7 @@ def _watch_runner(runner: int, folder: Path) -> None:
     while os.getppid() == runner:
         time.sleep(WATCH_INTERVAL_S)
     end_all(folder)
-    settle(folder / "notebook.ipynb", "killed", "the process that ran it was gone")
+    settle(folder / EXECUTED, "killed", "the process that ran it was gone")
     os._exit(EXIT_CODES["killed"])
 
 

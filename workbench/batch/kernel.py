@@ -19,6 +19,8 @@ COMMAND = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"
 class OwnKernelManager(AsyncKernelManager):
     """Starts ``sys.executable -m ipykernel_launcher`` with its sockets in ``folder``."""
 
+    _exit_code: int | None = None
+
     def __init__(self, folder: Path, **traits: Any) -> None:
         context = zmq.asyncio.Context()
         context.setsockopt(zmq.RCVHWM, 0)  # a flood of output is capped by us, not dropped by ZeroMQ on the way
@@ -35,6 +37,10 @@ class OwnKernelManager(AsyncKernelManager):
         return KernelSpec(argv=COMMAND, display_name=METADATA["display_name"], language="python")
 
     def exit_code(self) -> int | None:
-        """Of the kernel's process: negative for a signal, ``None`` while it lives or once it was cleaned up."""
+        """Of the kernel's process, also once it was cleaned up: negative for a signal, ``None`` while it lives."""
         process = getattr(self.provisioner, "process", None)
-        return process.poll() if process is not None else None
+        return self._exit_code if process is None else process.poll()
+
+    async def cleanup_resources(self, restart: bool = False) -> None:  # type: ignore[override]
+        self._exit_code = self.exit_code()
+        await super().cleanup_resources(restart)

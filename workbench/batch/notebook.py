@@ -7,6 +7,10 @@ from typing import Any
 from workbench.errors import Refused
 from workbench.records.atomic import write_bytes
 
+EXECUTED = "notebook.ipynb"
+"""In a run's folder: the notebook with its outputs, while it runs and after."""
+LOG = "log.txt"
+"""In a run's folder: what the executing process and the kernel say outside the notebook."""
 Notebook = dict[str, Any]
 """A notebook of format 4 in which every source is one string and every cell has metadata."""
 Cell = dict[str, Any]

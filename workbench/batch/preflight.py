@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workbench.batch.notebook import Notebook, read_notebook
+from workbench.batch.notebook import EXECUTED, Notebook, read_notebook
 from workbench.batch.parameters import ParametersCell, inject, read_parameters, remove_injected, resolve
 from workbench.batch.sources import Given
 from workbench.batch.values import jsonable
@@ -58,7 +58,7 @@ def prepare(path: Path, given: Mapping[str, Given]) -> Prepared:
         inject(notebook, cell, {name: values[name] for name in cell.parameters if name in given})
     notebook["metadata"]["papermill"] = {
         "input_path": str(path),
-        "output_path": "notebook.ipynb",
+        "output_path": EXECUTED,
         "parameters": {name: jsonable(values[name]) for name in given},
     }
     return Prepared(path, notebook, values, provenance)

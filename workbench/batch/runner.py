@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from workbench.batch.executed import settle
-from workbench.batch.notebook import write_notebook
+from workbench.batch.notebook import EXECUTED, LOG, write_notebook
 from workbench.batch.preflight import Prepared, check_root
 from workbench.batch.processes import end_all, signal_name
 from workbench.records.provenance import collect
@@ -32,8 +32,6 @@ GRACE_S = 5.0
 """What the executing process has to save the last output once it is asked to end."""
 MAX_SOCKET_FOLDER = 80
 """A Unix socket's path may hold 104 bytes on macOS, 108 on Linux."""
-NOTEBOOK = "notebook.ipynb"
-LOG = "log.txt"
 
 
 @dataclass
@@ -85,13 +83,13 @@ def run_notebook(
             provenance=provenance,
         )
         on_start(run)
-        write_notebook(run.dir / NOTEBOOK, prepared.notebook)
+        write_notebook(run.dir / EXECUTED, prepared.notebook)
         try:
             status, error = _execute(run, stop, timeout, cell_timeout, on_tick)
         except BaseException as problem:
             run.finish("failed", f"the runner failed: {type(problem).__name__}: {problem}")
             raise
-        settle(run.dir / NOTEBOOK, status, error)
+        settle(run.dir / EXECUTED, status, error)
         run.finish(status, error)
         assert run.record is not None
         return run.record
