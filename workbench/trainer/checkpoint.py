@@ -1,7 +1,7 @@
 """A run's whole state in one file: written atomically, loaded whole or not at all."""
 
 import io
-import pickle
+import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,10 @@ from workbench.records.atomic import write_bytes
 if TYPE_CHECKING:
     from workbench.trainer.loop import Trainer
 
-FORMAT = "workbench-checkpoint-1"
+FORMAT = "workbench-checkpoint-2"
+KEYS = {"format", "config", "model", "optimizer", "scaler", "data", "random", "random_cuda", "step", "updates"}
+MAY_DIFFER = {"steps", "device", "micro_batch", "num_workers", "compile"}
+"""Fields of the configuration that say how or how long a run goes on, not what it computes."""
 
 
 def save(trainer: "Trainer", path: Path) -> None:
@@ -22,62 +25,99 @@ def save(trainer: "Trainer", path: Path) -> None:
     Raises:
         Refused: a weight is not finite; the checkpoint before it is worth more and stays.
     """
-    bad = [name for name, p in trainer.model.named_parameters() if not torch.isfinite(p).all()]
+    bad = nonfinite_weights(trainer.model)
     if bad:
         raise Refused(
             f"checkpoint of a run with non-finite weights ({bad[0]} and {len(bad) - 1} more)",
             fix="go back to an earlier one",
         )
+    cuda = trainer.device.type == "cuda"
     state: dict[str, Any] = {
         "format": FORMAT,
+        "config": trainer.config.model_dump(mode="json"),
         "model": trainer.model.state_dict(),
         "optimizer": trainer.optimizer.state_dict(),
         "scaler": trainer.scaler.state_dict(),
         "data": trainer.loader.state_dict(),
         "random": torch.get_rng_state(),
-        "random_cuda": torch.cuda.get_rng_state_all() if trainer.device.type == "cuda" else [],
+        "random_cuda": torch.cuda.get_rng_state(trainer.device) if cuda else None,
         "step": trainer.step,
         "updates": trainer.updates,
     }
     buffer = io.BytesIO()
     torch.save(state, buffer)
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(path, buffer.getvalue())
 
 
 def load(trainer: "Trainer", path: Path) -> None:
-    """Put a saved state into a run of the same configuration.
+    """Put a saved state into a run of the same configuration; the fields of ``MAY_DIFFER`` may differ.
 
     Raises:
-        Refused: not a checkpoint, a torn one, or one of another model; the trainer is then unchanged.
+        Refused: not a checkpoint, a damaged one, or one of another run; the trainer is then unchanged.
     """
-    try:
-        state = torch.load(path, map_location=trainer.device, weights_only=True)
-    except FileNotFoundError:
-        raise Refused("checkpoint", str(path), allowed="a file that exists") from None
-    except (RuntimeError, EOFError, pickle.UnpicklingError, OSError) as error:
-        raise Refused(
-            "checkpoint",
-            str(path),
-            allowed=f"a whole file ({str(error).splitlines()[0][:120]})",
-            fix="use an earlier one",
-        ) from None
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise Refused("checkpoint", str(path), allowed=f"a file in the format {FORMAT}")
-    shapes = {name: tuple(value.shape) for name, value in trainer.model.state_dict().items()}
-    saved = {name: tuple(value.shape) for name, value in state["model"].items()}
-    if shapes != saved:
-        other = sorted(set(shapes.items()) ^ set(saved.items()))[0]
-        raise Refused(
-            "checkpoint", str(path), allowed="one of the same model", fix=f"first difference: {other[0]} {other[1]}"
-        )
-    if trainer.scaler.enabled and not state["scaler"]:
-        raise Refused("checkpoint", str(path), allowed="one with a loss scale, since this run scales its loss")
+    state = _read(path)
+    _check_fits(trainer, state, path)
     trainer.loader.load_state_dict(state["data"])
     trainer.model.load_state_dict(state["model"])
     trainer.optimizer.load_state_dict(state["optimizer"])
-    if trainer.scaler.enabled:
-        trainer.scaler.load_state_dict(state["scaler"])
-    torch.set_rng_state(state["random"].cpu())
-    if state["random_cuda"]:
-        torch.cuda.set_rng_state_all([s.cpu() for s in state["random_cuda"]])
+    trainer.scaler.load_state_dict(state["scaler"])
+    torch.set_rng_state(state["random"])
+    if trainer.device.type == "cuda" and state["random_cuda"] is not None:
+        torch.cuda.set_rng_state(state["random_cuda"], trainer.device)
     trainer.step, trainer.updates = state["step"], state["updates"]
+
+
+def nonfinite_weights(model: torch.nn.Module) -> list[str]:
+    """Names of parameters with a NaN or infinity, and of buffers with a NaN: running statistics fed an infinity hold one.
+
+    An infinity in a buffer may be meant, as in attention masks.
+    """
+    parameters = [name for name, p in model.named_parameters() if not torch.isfinite(p).all()]
+    return parameters + [name for name, b in model.named_buffers() if torch.isnan(b).any()]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The content of a checkpoint, on the CPU, every byte of it checked."""
+    try:
+        # torch.load does not look at the checksums that torch.save wrote: a flipped bit would come in as a weight.
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        if damaged:
+            raise zipfile.BadZipFile(f"checksum of {damaged} is wrong")
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise Refused("checkpoint", str(path), allowed="a file that exists") from None
+    except Exception as error:  # a damaged or foreign file can raise nearly anything in the readers
+        reason = str(error).partition("\n")[0][:120]
+        raise Refused("checkpoint", str(path), allowed=f"a whole file ({reason})", fix="use an earlier one") from None
+    if not isinstance(state, dict) or state.get("format") != FORMAT or set(state) != KEYS:
+        raise Refused("checkpoint", str(path), allowed=f"a file in the format {FORMAT}")
+    return state
+
+
+def _check_fits(trainer: "Trainer", state: dict[str, Any], path: Path) -> None:
+    """Everything that could fail in the middle of loading, tried before the first change."""
+    now, then = trainer.config.model_dump(mode="json"), state["config"]
+    differing = [f"{k} {then.get(k)} then, {v} now" for k, v in now.items() if k not in MAY_DIFFER and then.get(k) != v]
+    if differing:
+        raise Refused(
+            "checkpoint",
+            str(path),
+            allowed=f"one of the same configuration ({', '.join(differing)})",
+            fix="resume with the saved values",
+        )
+    shapes = {name: tuple(value.shape) for name, value in trainer.model.state_dict().items()}
+    saved = {name: tuple(value.shape) for name, value in state["model"].items()}
+    if shapes != saved:
+        name, shape = sorted(set(shapes.items()) ^ set(saved.items()))[0]
+        raise Refused("checkpoint", str(path), allowed="one of the same model", fix=f"first difference: {name} {shape}")
+    groups, saved_groups = (
+        [len(g["params"]) for g in o["param_groups"]] for o in (trainer.optimizer.state_dict(), state["optimizer"])
+    )
+    if groups != saved_groups:
+        raise Refused(
+            "checkpoint", str(path), allowed=f"one that trains as many tensors ({saved_groups} then, {groups} now)"
+        )
+    if trainer.scaler.enabled and not state["scaler"]:
+        raise Refused("checkpoint", str(path), allowed="one with a loss scale, since this run scales its loss")

@@ -75,7 +75,8 @@ class LossScaler:
         return self._scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        self._scaler.load_state_dict(state)
+        if self.enabled:
+            self._scaler.load_state_dict(state)
 
 
 def clip(parameters: list[Tensor], max_norm: float | None) -> Tensor:
