@@ -26,7 +26,11 @@ class StepClock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
+        self.device, self.cuda = device, device.type == "cuda"
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was marked, as after a step that did not reach its end."""
         self._steps: list[list[tuple[str, float | torch.cuda.Event]]] = []
         self._waits: list[float] = []
         self._wait_began = 0.0
@@ -49,7 +53,7 @@ class StepClock:
     def resolve(self) -> list[StepTimes]:
         """Times of all steps since the last call; waits for the device once."""
         if self.cuda:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self.device)
         resolved = []
         for marks, wait in zip(self._steps, self._waits, strict=True):
             phases = dict.fromkeys(PHASES, 0.0)
@@ -58,14 +62,14 @@ class StepClock:
             if self.cuda:
                 phases["data_wait"] = wait
             resolved.append(StepTimes(total=_between(marks[0][1], marks[-1][1]), **phases))
-        self._steps, self._waits = [], []
+        self.reset()
         return resolved
 
     def _now(self) -> "float | torch.cuda.Event":
         if not self.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self.device))
         return event
 
 

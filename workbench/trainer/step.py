@@ -14,10 +14,12 @@ LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 class StepOutcome(NamedTuple):
-    """Loss over the global batch and gradient norm before clipping, still on the device; whether the update was skipped."""
+    """Loss over the global batch and gradient norm before clipping, still on the device; the loss scale that the step was
+    taken at, and whether the update was skipped."""
 
     loss: Tensor
     grad_norm: Tensor
+    loss_scale: float | None
     skipped: bool
 
 
@@ -32,11 +34,12 @@ def train_step(
     config: TrainConfig,
     loss_function: LossFunction,
     clock: StepClock,
+    before_clipping: Callable[[], None] | None = None,
 ) -> StepOutcome:
     """Forward and backward over micro-batches, clip, update.
 
     A micro-batch's loss is weighted by its share of the samples, so that the gradient is the global batch's whatever the
-    split, a smaller last micro-batch included.
+    split, a smaller last micro-batch included. ``before_clipping`` is called when the gradients are whole and unscaled.
     """
     device = images_BCHW.device
     losses = []
@@ -51,8 +54,12 @@ def train_step(
         clock.mark("backward")
     # Unscale before clipping: the threshold is on the gradient, not on the gradient times the loss scale.
     scaler.unscale(optimizer)
+    if before_clipping:
+        before_clipping()
     norm = clip(parameters, config.clip_norm)
+    # Read here, where the host waits for the gradients anyway to learn whether one overflowed: no second wait.
+    loss_scale = scaler.value
     skipped = scaler.step(optimizer)
     optimizer.zero_grad(set_to_none=True)
     clock.mark("optimizer")
-    return StepOutcome(torch.stack(losses).sum() if len(losses) > 1 else losses[0], norm, skipped)
+    return StepOutcome(torch.stack(losses).sum() if len(losses) > 1 else losses[0], norm, loss_scale, skipped)
