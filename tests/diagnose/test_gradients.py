@@ -43,12 +43,13 @@ def test_statistics_are_of_the_layer_before_clipping_and_of_its_own_update() -> 
         monitor.after_update(step)
         optimizer.zero_grad()
         if step % 2 == 0:
-            expected.append((grads, peaks, [0.1 * factor * g / w for g, w in zip(grads, before, strict=True)]))
+            expected.append((grads, peaks, before, [0.1 * factor * g / w for g, w in zip(grads, before, strict=True)]))
     history = monitor.history()
     assert history.layers == ("0", "2") and history.steps.tolist() == [0, 2]
     np.testing.assert_allclose(history.norm, [e[0] for e in expected], rtol=1e-5)
     np.testing.assert_allclose(history.largest, [e[1] for e in expected], rtol=1e-5)
-    np.testing.assert_allclose(history.update_ratio, [e[2] for e in expected], rtol=1e-4)
+    np.testing.assert_allclose(history.weight, [e[2] for e in expected], rtol=1e-5)
+    np.testing.assert_allclose(history.update_ratio, [e[3] for e in expected], rtol=1e-4)
     assert not history.nonfinite.any() and len(history.records()) == 4
 
 
@@ -146,7 +147,7 @@ def _sharded(rank: int) -> dict[str, object]:
 def test_sharded_gradients_give_the_whole_layers_statistics_on_every_rank() -> None:
     for result in run_ranks(_sharded):
         history, reference = result["history"], result["reference"]
-        for name in ("norm", "largest", "nonfinite", "update_ratio"):
+        for name in ("norm", "largest", "nonfinite", "update_ratio", "weight"):
             np.testing.assert_allclose(getattr(history, name), getattr(reference, name), rtol=1e-5, err_msg=name)
         assert result["total"][0] == pytest.approx(result["total"][1], rel=1e-5)
         assert result["local"] < 0.95  # what a rank's own shards would have said

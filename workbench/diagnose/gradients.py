@@ -28,6 +28,7 @@ class GradientHistory:
         nonfinite: number of NaN and infinite elements.
         update_ratio: 2-norm of the update over 2-norm of the weights before it; NaN where no update was seen, 0 for a
             skipped one. About 1e-3 is usual.
+        weight: 2-norm of the layer's weights before the update; NaN where no update was seen.
     """
 
     layers: Layers
@@ -36,6 +37,7 @@ class GradientHistory:
     largest: np.ndarray
     nonfinite: np.ndarray
     update_ratio: np.ndarray
+    weight: np.ndarray
 
     def records(self) -> list[dict[str, object]]:
         """One JSON-safe record per step and layer."""
@@ -47,6 +49,7 @@ class GradientHistory:
                 "largest": float(self.largest[s, k]),
                 "nonfinite": int(self.nonfinite[s, k]),
                 "update_ratio": float(self.update_ratio[s, k]),
+                "weight": float(self.weight[s, k]),
             }
             for s, step in enumerate(self.steps)
             for k, layer in enumerate(self.layers)
@@ -138,7 +141,8 @@ class GradientMonitor:
         largest = np.stack([values[:, 1][:, c].max(1) for c in columns], axis=1)
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = np.sqrt(update) / np.sqrt(weights)
-        return GradientHistory(self.layers, np.array(self._steps), np.sqrt(squares), largest, bad, ratio)
+        steps, norm = np.array(self._steps), np.sqrt(squares)
+        return GradientHistory(self.layers, steps, norm, largest, bad, ratio, np.sqrt(weights))
 
 
 def total_norm(tensors: Iterable[Tensor]) -> Tensor:
@@ -195,9 +199,9 @@ def _over_shards(values: Tensor, owners: list[Tensor], how: str) -> Tensor:
 
 def _empty(layers: Layers) -> GradientHistory:
     nothing = np.zeros((0, len(layers)))
-    return GradientHistory(layers, np.zeros(0, dtype=int), nothing, nothing, nothing, nothing)
+    return GradientHistory(layers, np.zeros(0, dtype=int), nothing, nothing, nothing, nothing, nothing)
 
 
 def _joined(a: GradientHistory, b: GradientHistory) -> GradientHistory:
-    names = ("steps", "norm", "largest", "nonfinite", "update_ratio")
+    names = ("steps", "norm", "largest", "nonfinite", "update_ratio", "weight")
     return GradientHistory(a.layers, *(np.concatenate((getattr(a, n), getattr(b, n))) for n in names))
