@@ -48,7 +48,7 @@ def _cuda(device: torch.device) -> DeviceFacts:
     name = torch.cuda.get_device_name(device)
     entry = next((g for g in tomllib.loads(PEAKS.read_text())["gpu"] if g["name"] in name), None)
     if entry:
-        peaks = {k: entry[k] * 1e12 for k in ("fp32", "tf32", "bf16", "fp16") if k in entry}
+        peaks = {k: entry[k] * 1e12 for k in ("fp32", "tf32", "bf16", "fp16", "fp8") if k in entry}
         bandwidth = entry["bandwidth"] * 1e9
     else:
         peaks = {k: _matmul_rate(dtype, 8192, device) for k, dtype in DTYPES.items()}

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from workbench.models.config import VitConfig
 
-BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
+BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 OPTIMIZER_VALUES = {"adamw": 2, "sgd": 1}
 """fp32 values per parameter that the optimizer keeps: two moments for Adam, momentum for SGD."""
 

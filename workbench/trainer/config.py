@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -45,6 +45,8 @@ class TrainConfig(BaseModel):
     micro_batch: PositiveInt | None = None
     """Samples per forward; ``None`` means the whole global batch at once. The last micro-batch may be smaller."""
     precision: Precision = "fp32"
+    precision_rules: dict[str, str] = {}
+    """Dtypes of single modules inside the autocast region; see ``module_precision.apply_precision``."""
     loss_scaling: LossScaling = LossScaling()
     """Used with ``fp16`` only."""
     optimizer: Literal["adamw", "sgd"] = "adamw"

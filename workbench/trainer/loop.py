@@ -18,7 +18,9 @@ from workbench.hardware.meters import EnergyMeter, PeakMemory
 from workbench.models.build import build_model
 from workbench.trainer import checkpoint
 from workbench.trainer.config import TrainConfig
+from workbench.trainer.fp8 import swap_linear_layers
 from workbench.trainer.meters import StepClock, StepTimes
+from workbench.trainer.module_precision import apply_precision
 from workbench.trainer.optim import learning_rate, make_optimizer
 from workbench.trainer.precision import LossScaler, autocast, set_matmul_precision
 from workbench.trainer.step import train_step
@@ -93,6 +95,10 @@ class Trainer:
         self.model: nn.Module = build_model(
             config.model, num_classes=info.num_classes, image_size=height, in_channels=channels, **config.model_args
         ).to(self.device)
+        if config.precision == "fp8":
+            swap_linear_layers(self.model, self.device)
+        if config.precision_rules:
+            apply_precision(self.model, config.precision_rules, self.device.type)
         self._forward: Callable[[Tensor], Tensor] = torch.compile(self.model) if config.compile else self.model
         self._parameters: list[Tensor] = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(self.model, config)

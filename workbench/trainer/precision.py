@@ -8,7 +8,8 @@ from torch import Tensor
 from workbench.errors import Refused
 from workbench.trainer.config import LossScaling, Precision
 
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+"""What is not an fp8 product runs in bf16 around it."""
 
 
 def set_matmul_precision(precision: Precision, device: torch.device) -> None:
