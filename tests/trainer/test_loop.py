@@ -9,8 +9,10 @@ import torch
 from tests.trainer.runs import config, equal, weights
 from workbench.data.sources import check_source
 from workbench.errors import Refused
+from workbench.trainer.callbacks import Callback
 from workbench.trainer.config import LossScaling
-from workbench.trainer.loop import Diverged, StepRecord, Trainer
+from workbench.trainer.loop import Diverged, Evaluation, StepRecord, Trainer
+from workbench.trainer.precision import clip
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -72,13 +74,131 @@ def test_clipping_acts_on_the_gradient_and_not_on_its_scaled_copy() -> None:
     assert moved[1] == pytest.approx(moved[0], rel=0.05)
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_with_its_step() -> None:
-    trainer = Trainer(config(learning_rate=1e30, clip_norm=None, warmup_steps=0))
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_learning_rate_far_too_high_stops_the_run_at_the_step_that_shows_it(optimizer: str) -> None:
+    trainer = Trainer(config(optimizer=optimizer, learning_rate=1e9, warmup_steps=0))
     seen: list[StepRecord] = []
     with pytest.raises(Diverged) as raised:
         trainer.train(40, seen.append)
     assert raised.value.step == seen[-1].step
-    assert math.isfinite(seen[0].loss)
+    assert all(math.isfinite(r.loss) and math.isfinite(r.grad_norm) for r in seen[:-1])
+
+
+def overflow_from(trainer: Trainer, step: int) -> None:
+    """From ``step`` on, plant an infinity in one weight's gradient; the loss of that step stays finite."""
+    weight = next(trainer.model.parameters())
+    weight.register_hook(lambda g: g.index_fill(-1, torch.tensor(0), math.inf) if trainer.step >= step else g)
+
+
+def test_a_gradient_that_is_not_finite_is_reported_at_its_step_though_the_loss_is_finite() -> None:
+    trainer = Trainer(config())
+    overflow_from(trainer, 2)
+    with pytest.raises(Diverged, match="gradient norm inf at step 2") as raised:
+        trainer.train(5)
+    assert math.isfinite(raised.value.loss)
+
+
+def test_clipping_a_gradient_that_is_not_finite_leaves_it_for_all_to_see() -> None:
+    """clip_grad_norm_ would make every finite element 0 and the infinite one NaN."""
+    weight = torch.zeros(3, requires_grad=True)
+    weight.grad = torch.tensor([1.0, math.inf, 2.0])
+    assert clip([weight], 0.5).item() == math.inf
+    assert weight.grad.tolist() == [1.0, math.inf, 2.0]
+
+
+def test_a_loss_scale_does_not_halve_for_ever() -> None:
+    trainer = Trainer(config(precision="fp16", loss_scaling=LossScaling(init=2.0**6)))
+    overflow_from(trainer, 0)
+    seen: list[StepRecord] = []
+    with pytest.raises(Diverged, match="loss scale 1 "):
+        trainer.train(20, seen.append)
+    assert [r.loss_scale for r in seen] == [64, 32, 16, 8, 4, 2, 1]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_an_interrupted_step_adds_nothing_to_the_next(precision: str) -> None:
+    """Its batch is lost and nothing else: the rest is what a run that never saw the batch would have done."""
+    setting = config(precision=precision, micro_batch=4)
+    interrupted, control = Trainer(setting), Trainer(setting)
+    forwards = iter(range(100))
+
+    def stop_in_the_second_step(*_: object) -> None:
+        if next(forwards) == 6:
+            raise KeyboardInterrupt
+
+    handle = interrupted.model.register_forward_hook(stop_in_the_second_step)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted.train(4)
+    handle.remove()
+    control.train(1)
+    next(control.loader)
+    assert [r.loss for r in interrupted.train(2)] == [r.loss for r in control.train(2)]
+    assert equal(weights(interrupted), weights(control))
+
+
+def test_a_step_that_stops_between_unscaling_and_update_can_be_followed_by_another() -> None:
+    class Stop(Callback):
+        def before_clipping(self, trainer: Trainer, step: int) -> None:
+            if step == 1 and trainer.callbacks.pop():
+                raise KeyboardInterrupt
+
+    trainer = Trainer(config(precision="fp16"), callbacks=[Stop()])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(3)
+    assert [(r.step, r.loss_scale) for r in trainer.train(2)] == [(1, 2.0**16), (2, 2.0**16)]
+
+
+def test_callbacks_hear_each_point_in_order() -> None:
+    heard: list[tuple[str, int]] = []
+
+    class Listen(Callback):
+        def before_clipping(self, trainer: Trainer, step: int) -> None:
+            assert all(p.grad is not None for p in trainer.model.parameters())
+            heard.append(("before_clipping", step))
+
+        def after_update(self, trainer: Trainer, step: int) -> None:
+            heard.append(("after_update", step))
+
+        def on_step(self, trainer: Trainer, record: StepRecord) -> None:
+            heard.append(("on_step", record.step))
+
+        def on_evaluate(self, trainer: Trainer, evaluation: Evaluation) -> None:
+            heard.append(("on_evaluate", evaluation.num_samples))
+
+    trainer = Trainer(config(), callbacks=[Listen()])
+    trainer.train(1)
+    trainer.train(1)
+    trainer.evaluate()
+    points = ["before_clipping", "after_update", "on_step"]
+    assert heard == [(point, step) for step in (0, 1) for point in points] + [("on_evaluate", 360)]
+
+
+def test_what_a_callback_sees_before_clipping_is_unscaled() -> None:
+    norms: list[float] = []
+
+    class Norm(Callback):
+        def before_clipping(self, trainer: Trainer, step: int) -> None:
+            norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in trainer.model.parameters()])))
+
+    records = Trainer(config(precision="fp16", clip_norm=1e-3), callbacks=[Norm()]).train(2)
+    assert norms == [r.grad_norm for r in records]
+    assert norms[0] == pytest.approx(Trainer(config()).train(1)[0].grad_norm, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("model", "args"),
+    [
+        ("tests.trainer.runs:with_dropout", {}),
+        ("resnet-small", {}),
+        ("timm:vit_tiny_patch16_224", {"patch_size": 4, "depth": 1}),
+        ("hf:vit", {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}),
+    ],
+)
+def test_models_from_elsewhere_train_the_same_way(model: str, args: dict[str, Any]) -> None:
+    if library := {"timm": "timm", "hf": "transformers"}.get(model.partition(":")[0]):
+        pytest.importorskip(library)
+    records = Trainer(config(model=model, model_args=args, schedule="constant", learning_rate=3e-3)).train(20)
+    assert sum(r.loss for r in records[-5:]) < sum(r.loss for r in records[:5])
 
 
 def test_parts_of_a_step_add_up_to_its_time() -> None:

@@ -1,10 +1,10 @@
 """The training run: builds what a configuration asks for and takes steps."""
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,24 +17,28 @@ from workbench.errors import Refused
 from workbench.hardware.meters import EnergyMeter, PeakMemory
 from workbench.models.build import build_model
 from workbench.trainer import checkpoint
+from workbench.trainer.callbacks import Callback
 from workbench.trainer.config import TrainConfig
 from workbench.trainer.fp8 import swap_linear_layers
 from workbench.trainer.meters import StepClock, StepTimes
 from workbench.trainer.module_precision import apply_precision
 from workbench.trainer.optim import learning_rate, make_optimizer
 from workbench.trainer.precision import LossScaler, autocast, set_matmul_precision
-from workbench.trainer.step import train_step
+from workbench.trainer.step import StepOutcome, train_step
 
-READ_EVERY = 32
-"""Steps between two reads of the device's values: rare enough to cost nothing, often enough to notice a divergence."""
+READ_EVERY, READ_AFTER_S = 32, 1.0
+"""Most steps, and about the most seconds, between two reads of the device's values: rare enough to cost nothing."""
+SCALE_FLOOR = 1.0
+"""A gradient that overflows at this loss scale overflows by itself, and no scale helps."""
 
 
 class Diverged(RuntimeError):
-    """The loss stopped being finite without a loss scaler to recover it."""
+    """A loss or gradient stopped being finite, and no loss scale can recover it."""
 
-    def __init__(self, step: int, loss: float) -> None:
-        super().__init__(f"loss is {loss} at step {step}")
-        self.step, self.loss = step, loss
+    def __init__(self, record: "StepRecord") -> None:
+        scale = "" if record.loss_scale is None else f" at loss scale {record.loss_scale:g}"
+        super().__init__(f"loss {record.loss}, gradient norm {record.grad_norm}{scale} at step {record.step}")
+        self.step, self.loss = record.step, record.loss
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,13 @@ class StepRecord:
     samples: int
     times: StepTimes
 
+    @property
+    def diverged(self) -> bool:
+        """Whether going on is of no use. Overflow under a loss scale is not that: its update is skipped, its scale lowered."""
+        if self.loss_scale is not None:
+            return self.skipped and self.loss_scale <= SCALE_FLOOR
+        return not (math.isfinite(self.loss) and math.isfinite(self.grad_norm))
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -58,12 +69,6 @@ class Evaluation:
     loss: float
     accuracy: float
     num_samples: int
-
-
-class Callback(Protocol):
-    """What can watch a run, step by step."""
-
-    def on_step(self, trainer: "Trainer", record: StepRecord) -> None: ...
 
 
 class Trainer:
@@ -113,8 +118,10 @@ class Trainer:
         """Take ``num_steps`` steps from where the run is.
 
         Raises:
-            Diverged: a loss was not finite and no loss scaler is at work.
+            Diverged: a loss or gradient was not finite and no loss scale can help. Noticed when values are next read, so some
+                steps may have been taken after it.
         """
+        set_matmul_precision(self.config.precision, self.device)  # one setting for all trainers of a process
         self.model.train()
         records: list[StepRecord] = []
         while num_steps > 0:
@@ -126,44 +133,68 @@ class Trainer:
                     callback.on_step(self, record)
                 if on_step:
                     on_step(record)
-                if not math.isfinite(record.loss) and not self.scaler.enabled:
-                    raise Diverged(record.step, record.loss)
+                if record.diverged:
+                    raise Diverged(record)
         return records
 
     def _take(self, num_steps: int) -> list[StepRecord]:
-        """Steps whose losses stay on the device until the last is taken."""
-        taken = []
-        for _ in range(num_steps):
-            rate = learning_rate(self.config, self.updates)
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
-            self._clock.begin()
-            self._clock.wait_begins()
-            images, labels = next(self.loader)
-            images, labels = images.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
-            self._clock.wait_ends()
-            scale = self.scaler.value
-            outcome = train_step(
-                self._forward,
-                self._parameters,
-                self.optimizer,
-                self.scaler,
-                images,
-                labels,
-                config=self.config,
-                loss_function=self._loss,
-                clock=self._clock,
-            )
-            taken.append((self.step, outcome, rate, scale))
-            self.step += 1
-            self.updates += not outcome.skipped
-        values = torch.stack([torch.stack((o.loss.float(), o.grad_norm.float())) for _, o, _, _ in taken]).tolist()
-        times = self._clock.resolve()
+        """Steps whose losses stay on the device until the last is taken; fewer than ``num_steps`` if they are slow."""
+        taken: list[tuple[StepOutcome, float]] = []
+        began, first = time.perf_counter(), self.step
+        try:
+            while len(taken) < num_steps and (not taken or time.perf_counter() - began < READ_AFTER_S):
+                taken.append(self._step())
+        except BaseException:
+            self._drop_half_step()
+            raise
+        values = torch.stack([torch.stack((o.loss.float(), o.grad_norm.float())) for o, _ in taken]).tolist()
+        all_times = self._clock.resolve()
         samples = self.config.global_batch
         return [
-            StepRecord(step, loss, norm, rate, scale, outcome.skipped, samples, time)
-            for (step, outcome, rate, scale), (loss, norm), time in zip(taken, values, times, strict=True)
+            StepRecord(step, loss, norm, rate, outcome.loss_scale, outcome.skipped, samples, times)
+            for step, ((outcome, rate), (loss, norm), times) in enumerate(
+                zip(taken, values, all_times, strict=True), first
+            )
         ]
+
+    def _step(self) -> tuple[StepOutcome, float]:
+        """One step, and its learning rate."""
+        rate = learning_rate(self.config, self.updates)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self._clock.begin()
+        self._clock.wait_begins()
+        images, labels = next(self.loader)
+        images, labels = images.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
+        self._clock.wait_ends()
+        outcome = train_step(
+            self._forward,
+            self._parameters,
+            self.optimizer,
+            self.scaler,
+            images,
+            labels,
+            config=self.config,
+            loss_function=self._loss,
+            clock=self._clock,
+            before_clipping=self._before_clipping,
+        )
+        step = self.step
+        self.step += 1
+        self.updates += not outcome.skipped
+        for callback in self.callbacks:
+            callback.after_update(self, step)
+        return outcome, rate
+
+    def _before_clipping(self) -> None:
+        for callback in self.callbacks:
+            callback.before_clipping(self, self.step)
+
+    def _drop_half_step(self) -> None:
+        """Leave nothing of an interrupted step that the next would add to; its batch counts as seen."""
+        self._clock.reset()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.scaler.drop_half_step()
 
     def _loss(self, logits_BK: Tensor, labels_B: Tensor) -> Tensor:
         return F.cross_entropy(logits_BK, labels_B, label_smoothing=self.config.label_smoothing)
@@ -171,6 +202,7 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> Evaluation:
         """Loss and accuracy over the whole validation split, in the precision of training."""
+        set_matmul_precision(self.config.precision, self.device)
         self.model.eval()
         loss, right, count = 0.0, 0, 0
         for images, labels in validation_batches(open_dataset(self.config.data, "val"), self.config.global_batch):
@@ -180,7 +212,10 @@ class Trainer:
             loss += F.cross_entropy(logits, labels, reduction="sum").item()
             right += int((logits.argmax(1) == labels).sum())
             count += len(labels)
-        return Evaluation(loss / count, right / count, count)
+        evaluation = Evaluation(loss / count, right / count, count)
+        for callback in self.callbacks:
+            callback.on_evaluate(self, evaluation)
+        return evaluation
 
     def save(self, path: Path | str) -> None:
         """Write the run's whole state to one file, atomically. See ``checkpoint.save``."""

@@ -49,6 +49,8 @@ class LossScaler:
             growth_interval=config.interval,
             enabled=self.enabled,
         )
+        # It makes its state on the device at first use; what resets or restores it should find it there.
+        self._scaler.scale(torch.zeros(1, device=device))
 
     def scale(self, loss: Tensor) -> Tensor:
         return self._scaler.scale(loss)
@@ -68,6 +70,11 @@ class LossScaler:
         self._scaler.update(self._fixed)
         return skipped
 
+    def drop_half_step(self) -> None:
+        """Forget what was unscaled and found in a step that did not reach its end; the scale stays."""
+        if self.enabled:
+            self._scaler.update(self._scaler.get_scale())
+
     @property
     def value(self) -> float | None:
         return float(self._scaler.get_scale()) if self.enabled else None
@@ -86,9 +93,8 @@ def clip(parameters: list[Tensor], max_norm: float | None) -> Tensor:
     A non-finite norm leaves the gradients untouched: scaling by it would turn every gradient to 0 or NaN and hide the layer
     where it began.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=True)
     if max_norm is not None:
-        factor = torch.where(torch.isfinite(norm), (max_norm / (norm + 1e-6)).clamp(max=1.0), torch.ones_like(norm))
-        torch._foreach_mul_(gradients, factor)
+        finite_norm = torch.where(torch.isfinite(norm), norm, 0.0)
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, finite_norm, foreach=True)
     return norm
