@@ -56,7 +56,7 @@ def bare_loop(trainer: Trainer, config: TrainConfig) -> Callable[[int], None]:
 
 def largest_difference(one: torch.nn.Module, other: torch.nn.Module) -> float:
     pairs = zip(one.parameters(), other.parameters(), strict=True)
-    return max(float((a - b).abs().max()) for a, b in pairs)
+    return max(float((a.detach() - b.detach()).abs().max()) for a, b in pairs)
 
 
 def measure(config: TrainConfig, rounds: int, steps: int) -> dict[str, Any]:
