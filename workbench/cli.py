@@ -323,12 +323,15 @@ def lab(
 
 
 def main() -> None:
-    """Entry point: a refusal is one line on standard error and exit code 2."""
+    """Entry point: what is refused, and what the machine does not allow, is one line on standard error."""
     try:
         app()
     except Refused as refused:
         print(f"refused: {refused}", file=sys.stderr)
         sys.exit(2)
+    except OSError as error:  # a full disk, a file system that went away
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
 
 
 def _help_notebook(notebook: Path, as_json: bool) -> None:

@@ -43,11 +43,10 @@ class Notes(Watcher):
 
 @pytest.fixture
 def notebooks(tmp_path: Path) -> Path:
-    """Five notebooks; the second fails until a file named ``repaired`` lies beside the runs, the fourth dies."""
+    """Four notebooks; until a file named ``repaired`` lies beside them, the first fails and the third dies."""
     folder = tmp_path / "notebooks"
     repaired = tmp_path / "repaired"
     cells = {
-        "00_first": "print(steps)",
         "01_fails": f"from pathlib import Path\nassert Path({str(repaired)!r}).exists()",
         "02_middle": "print(steps)",
         "03_dies": f"from pathlib import Path\nimport os\nPath({str(repaired)!r}).exists() or os._exit(0)",
@@ -69,25 +68,25 @@ def test_failures_do_not_stop_the_others_and_resuming_repeats_only_them(notebook
     ladder = new_ladder(small, root=root, folder=notebooks)
     notes = Notes()
     records = run_ladder(ladder, notes)
-    assert [r.notebook for r in records] == ["00_first", "01_fails", "02_middle", "03_dies", "99_report"]
-    assert [r.status for r in records] == ["completed", "failed", "completed", "killed", "completed"]
+    assert [r.notebook for r in records] == ["01_fails", "02_middle", "03_dies", "99_report"]
+    assert [r.status for r in records] == ["failed", "completed", "killed", "completed"]
     assert exit_code(records) == 1
-    assert notes.notes[:4] == ["begin 00_first", "end completed", "begin 01_fails", "end failed"]
+    assert notes.notes[:4] == ["begin 01_fails", "end failed", "begin 02_middle", "end completed"]
     assert {(r.ladder, r.profile) for r in scan(root)} == {(ladder.plan.id, "p")}
-    assert records[2].parameters == {"steps": 2}
+    assert records[1].parameters == {"steps": 2}
 
     (tmp_path / "repaired").touch()
-    profile(tmp_path, "[02_middle]\nsteps = 3\n")
     notes = Notes()
     again = run_ladder(resumed_ladder("last", root), notes)
-    assert [n for n in notes.notes if not n.startswith("end")] == [
-        "skip 00_first", "begin 01_fails", "begin 02_middle", "begin 03_dies", "skip 99_report",
-    ]  # fmt: skip
+    said = ["begin 01_fails", "skip 02_middle", "begin 03_dies", "skip 99_report"]
+    assert [n for n in notes.notes if not n.startswith("end")] == said
     assert exit_code(again) == 0
-    assert again[0] == records[0]
-    assert again[2].parameters == {"steps": 3}
+    assert again[1] == records[1]
     assert resumed_ladder(ladder.plan.id, root).plan == ladder.plan
     assert all(stage.done for stage in resumed_ladder("last", root).stages)
+    profile(tmp_path, "[02_middle]\nsteps = 3\n")
+    left = [stage.name for stage in resumed_ladder("last", root).stages if not stage.done]
+    assert left == ["02_middle"], "completed with other parameters"
 
 
 @pytest.mark.parametrize(
@@ -105,7 +104,7 @@ def test_profile_that_is_wrong_anywhere_is_refused_before_anything_starts(
     text: str, said: str, notebooks: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(Refused, match=said):
-        new_ladder(profile(tmp_path, text), ["00"], tmp_path / "runs", notebooks)
+        new_ladder(profile(tmp_path, text), ["02"], tmp_path / "runs", notebooks)
     assert scan(tmp_path / "runs") == []
 
 
@@ -117,7 +116,7 @@ def test_one_broken_notebook_keeps_the_whole_ladder_from_starting(notebooks: Pat
 
 def test_stages_are_chosen_by_number_or_name_in_the_ladders_order(notebooks: Path) -> None:
     found = find_notebooks(notebooks)
-    assert [p.stem for p in select(found, ["99", " 02_middle ", "00"])] == ["00_first", "02_middle", "99_report"]
+    assert [p.stem for p in select(found, ["99", " 02_middle ", "01"])] == ["01_fails", "02_middle", "99_report"]
     assert select(found, [""]) == found
     with pytest.raises(Refused, match="02_middle"):
         select(found, ["02_midle"])
@@ -127,10 +126,10 @@ def test_ladders_that_cannot_be_resumed_are_refused(notebooks: Path, tmp_path: P
     root = tmp_path / "runs"
     with pytest.raises(Refused, match="no ladder"):
         resumed_ladder("last", root)
-    ladder = new_ladder(profile(tmp_path, ""), ["00"], root, notebooks)
+    ladder = new_ladder(profile(tmp_path, ""), ["02"], root, notebooks)
     with pytest.raises(Refused, match="ladder"):
         resumed_ladder("20200101", root)
-    Run.create("00_first", {"steps": 1}, root, ladder=ladder.plan.id, provenance={})
+    Run.create("02_middle", {"steps": 1}, root, ladder=ladder.plan.id, provenance={})
     with pytest.raises(Refused, match="still running"):
         resumed_ladder("last", root)
     (root / PLANS / f"{ladder.plan.id}.json").write_text('{"id": ')
@@ -158,7 +157,7 @@ def test_every_notebook_of_the_ladder_has_a_valid_parameters_cell() -> None:
 
 
 def test_plan_is_kept_out_of_the_way_of_the_records(notebooks: Path, tmp_path: Path) -> None:
-    ladder = new_ladder(profile(tmp_path, ""), ["00", "99"], tmp_path / "runs", notebooks)
+    ladder = new_ladder(profile(tmp_path, ""), ["02", "99"], tmp_path / "runs", notebooks)
     plan = json.loads((tmp_path / "runs" / PLANS / f"{ladder.plan.id}.json").read_text())
-    assert [Path(p).stem for p in plan["notebooks"]] == ["00_first", "99_report"]
+    assert [Path(p).stem for p in plan["notebooks"]] == ["02_middle", "99_report"]
     assert scan(tmp_path / "runs") == []

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from tests.batch.notebooks import notebook
 from workbench.batch.annotations import parse_annotation
+from workbench.batch.notebook import write_notebook
 from workbench.batch.parameters import inject, read_parameters, resolve
 from workbench.batch.sources import from_file, from_mapping, from_options
 from workbench.batch.values import Text, convert, jsonable, python_literal
@@ -376,7 +377,7 @@ def test_injection_sets_every_kind_of_value_and_the_file_stays_valid_json(tmp_pa
     cell = read_parameters(book, "n")
     values = resolve(cell, from_mapping(given_values), "n")
     inject(book, cell, values)
-    nbformat.write(book, tmp_path / "n.ipynb")
+    write_notebook(tmp_path / "n.ipynb", book)
     json.loads((tmp_path / "n.ipynb").read_text(), parse_constant=lambda c: pytest.fail(f"{c} is not JSON"))
     scope: dict[str, Any] = {}
     exec(nbformat.read(tmp_path / "n.ipynb", as_version=4).cells[1].source, scope)

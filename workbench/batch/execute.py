@@ -4,6 +4,7 @@ The last line on standard output is the outcome as JSON. The process ends, and t
 that started it is gone.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -32,7 +33,8 @@ def main(arguments: list[str]) -> int:
 
         status, error = execute(folder, sockets, cell_timeout)
     except Exception as problem:
-        traceback.print_exc()
+        with contextlib.suppress(OSError):  # the log may lie on the disk that is full
+            traceback.print_exc()
         status, error = "failed", f"the notebook could not be executed: {type(problem).__name__}: {problem}"
     print(json.dumps({"status": status, "error": error}), flush=True)
     return EXIT_CODES[status]

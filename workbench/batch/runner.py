@@ -15,7 +15,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from workbench.batch.executed import settle
@@ -32,17 +31,6 @@ GRACE_S = 5.0
 """What the executing process has to save the last output once it is asked to end."""
 MAX_SOCKET_FOLDER = 80
 """A Unix socket's path may hold 104 bytes on macOS, 108 on Linux."""
-
-
-@dataclass
-class Stop:
-    """Why the run shall end early, if it shall."""
-
-    signals: list[int] = field(default_factory=list)
-
-    @property
-    def asked(self) -> bool:
-        return bool(self.signals)
 
 
 def run_notebook(
@@ -71,7 +59,7 @@ def run_notebook(
         Refused: the folder cannot be written to or exists.
     """
     check_root(Path(root))
-    with _signals_noted() as stop:
+    with _signals_noted() as signals:
         provenance = {**collect(), **prepared.provenance}
         run = Run.create(
             prepared.stem,
@@ -82,21 +70,24 @@ def run_notebook(
             profile=profile,
             provenance=provenance,
         )
-        on_start(run)
-        write_notebook(run.dir / EXECUTED, prepared.notebook)
         try:
-            status, error = _execute(run, stop, timeout, cell_timeout, on_tick)
+            on_start(run)
+            write_notebook(run.dir / EXECUTED, prepared.notebook)
+            status, error = _execute(run, signals, timeout, cell_timeout, on_tick)
         except BaseException as problem:
             run.finish("failed", f"the runner failed: {type(problem).__name__}: {problem}")
             raise
-        settle(run.dir / EXECUTED, status, error)
+        with contextlib.suppress(
+            OSError
+        ):  # on a full disk the record, which may still fit, says more than the notebook
+            settle(run.dir / EXECUTED, status, error)
         run.finish(status, error)
         assert run.record is not None
         return run.record
 
 
 def _execute(
-    run: Run, stop: Stop, timeout: float | None, cell_timeout: int | None, on_tick: Callable[[Run], None]
+    run: Run, signals: list[int], timeout: float | None, cell_timeout: int | None, on_tick: Callable[[Run], None]
 ) -> tuple[Status, str]:
     sockets = _socket_folder()
     command = [sys.executable, "-m", "workbench.batch.execute", str(run.dir), str(sockets), str(os.getpid())]
@@ -114,7 +105,7 @@ def _execute(
                 start_new_session=True,
             )
         try:
-            reason = _wait(child, run, stop, timeout, on_tick)
+            reason = _wait(child, run, signals, timeout, on_tick)
         finally:
             if child.poll() is None:
                 _end(child)
@@ -126,14 +117,14 @@ def _execute(
 
 
 def _wait(
-    child: subprocess.Popen, run: Run, stop: Stop, timeout: float | None, on_tick: Callable[[Run], None]
+    child: subprocess.Popen, run: Run, signals: list[int], timeout: float | None, on_tick: Callable[[Run], None]
 ) -> tuple[Status, str] | None:
     """Wait for the end of the child, of the time, or of the user's patience; why it must end, if it has not."""
     started = last_beat = time.monotonic()
     while child.poll() is None:
         now = time.monotonic()
-        if stop.asked:
-            return "interrupted", f"stopped by {signal_name(stop.signals[0])}"
+        if signals:
+            return "interrupted", f"stopped by {signal_name(signals[0])}"
         if timeout is not None and now - started > timeout:
             return "timeout", f"the run took longer than {timeout:g} s"
         if now - last_beat > HEARTBEAT_S:
@@ -143,7 +134,7 @@ def _wait(
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(POLL_S)
     # A signal to the whole process group may have reached the child's end before the loop saw it.
-    return ("interrupted", f"stopped by {signal_name(stop.signals[0])}") if stop.asked and child.returncode else None
+    return ("interrupted", f"stopped by {signal_name(signals[0])}") if signals and child.returncode else None
 
 
 def _end(child: subprocess.Popen) -> None:
@@ -177,16 +168,16 @@ def _socket_folder() -> Path:
 
 
 @contextlib.contextmanager
-def _signals_noted() -> Iterator[Stop]:
-    """Note SIGINT and SIGTERM instead of dying of them, so that the record is always written."""
-    stop = Stop()
+def _signals_noted() -> Iterator[list[int]]:
+    """The signals to end that arrive meanwhile; nobody dies of them, so that the record is always written."""
+    signals: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield stop
+        yield signals
         return
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, lambda n, _: stop.signals.append(n)) for number in numbers}
+    before = {number: signal.signal(number, lambda n, _: signals.append(n)) for number in numbers}
     try:
-        yield stop
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

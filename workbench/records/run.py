@@ -18,6 +18,9 @@ from workbench.records.record import EXIT_CODES, RunRecord, Status, Writer
 RUN_DIR_VARIABLE = "WORKBENCH_RUN_DIR"
 ROOT_VARIABLE = "WORKBENCH_RUNS"
 PROGRESS_INTERVAL_S = 0.5
+SPARE = ".spare"
+SPARE_BYTES = 32_768
+"""Kept in a running run's folder and given back at its end, so that the last word can be written on a full disk."""
 
 
 class Run:
@@ -77,6 +80,7 @@ class Run:
             raise _not_writable(folder, error) from None
         try:
             (folder / "artifacts").mkdir()
+            (folder / SPARE).write_bytes(bytes(SPARE_BYTES))
             run._save()
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
@@ -124,6 +128,7 @@ class Run:
         code = EXIT_CODES[status] if exit_code is None else exit_code
         update = {"status": status, "error": error, "exit_code": code, "ended": datetime.now(UTC)}
         self.record = self.record.model_copy(update=update)
+        (self.dir / SPARE).unlink(missing_ok=True)
         self._save()
 
     def _save(self) -> None:
