@@ -186,7 +186,7 @@ def elapsed(run: Callable[[], Any], repeats: int) -> float:
 def both_passes(
     functions: dict[str, Attend], tensors: list[torch.Tensor], seconds: float
 ) -> dict[str, dict[str, float]]:
-    """Milliseconds of the forward and of the backward pass alone, by backend. What cannot run says why and drops out."""
+    """Milliseconds of the forward and backward passes alone, by backend. What cannot run says why and drops out."""
     q, k, v, grad = tensors
     forward: dict[str, Callable[[], Any]] = {}
     backward: dict[str, Callable[[], Any]] = {}

@@ -27,7 +27,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from workbench.kernels import gluon_backward, gluon_forward, triton_backward, triton_forward
 from workbench.kernels.triton_common import CONFIGS, Tile
 
-SPILL_BOUND = 128  # bytes of stack a thread: a few numbers of an item kept across its inner loop
+SPILL_BOUND = 192  # bytes of stack a thread: numbers of an item kept across its inner loop
 TENSORS = {"q", "k", "v", "out", "grad_out", "grad_q", "grad_k", "grad_v"}
 FLOATS = {"scale", "scale_log2"}
 INTEGER_TABLES = {"items", "indices", "splits"}
