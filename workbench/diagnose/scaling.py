@@ -6,6 +6,7 @@ Imports no torch.
 """
 
 import math
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -59,7 +60,7 @@ class ScaleWatch:
         self._row: list[ScaleRecord] = []
         self._last: ScaleRecord | None = None
         self._updates = 0
-        self._recent: list[bool] = []
+        self._recent: deque[bool] = deque(maxlen=max(10 * interval, 200))
 
     def observe(self, record: ScaleRecord) -> Symptom | None:
         """Take note of a step; a symptom when this step is the one that shows it."""
@@ -98,9 +99,9 @@ class ScaleWatch:
         return Symptom(HALVES_FOR_EVER, detail, record.step, where=first.layer, rank=first.rank, fix=fix)
 
     def _often(self, record: ScaleRecord) -> Symptom | None:
-        window = max(10 * self.interval, 200)
-        self._recent = [*self._recent, record.skipped][-window:]
-        if len(self._recent) < window:
+        self._recent.append(record.skipped)
+        window = len(self._recent)
+        if window < (self._recent.maxlen or 0):
             return None
         # One failed growth per interval, and its regrowth takes another: twice that, and what chance adds to a count.
         expected = 2 * window / self.interval
@@ -108,7 +109,7 @@ class ScaleWatch:
         skips = sum(self._recent)
         if skips <= max(limit, 5):
             return None
-        self._recent = []
+        self._recent.clear()
         detail = f"{skips} of {window} steps skipped, where growth every {self.interval} explains {expected:.0f}"
         return Symptom(SKIPS_TOO_OFTEN, detail, record.step, rank=record.rank, fix="a longer growth interval")
 
