@@ -37,7 +37,7 @@ class Diverged(RuntimeError):
 
     def __init__(self, record: "StepRecord") -> None:
         scale = "" if record.loss_scale is None else f" at loss scale {record.loss_scale:g}"
-        super().__init__(f"loss {record.loss}, gradient norm {record.grad_norm}{scale} at step {record.step}")
+        super().__init__(f"loss is {record.loss}, gradient norm {record.grad_norm}{scale} at step {record.step}")
         self.step, self.loss = record.step, record.loss
 
 
