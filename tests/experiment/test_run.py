@@ -93,7 +93,7 @@ def test_arms_that_die_are_results_and_the_others_go_on(tmp_path: Path) -> None:
     assert words(finding)["fast"] == "adopt"
     assert words(finding)["crash"] == "no result"
     assert "planted" in finding.arm("crash").error
-    assert "SIGKILL" in finding.arm("kill").error
+    assert next(d.reason for d in finding.decisions if d.arm == "kill") == "killed: killed by SIGKILL"
     # What was measured before an arm died is kept.
     assert len(finding.arm("late").measurement.block_step_times) == 8  # type: ignore[union-attr]
     assert finding.arm("late").trajectories == {"loss": [2.0]}
@@ -117,6 +117,18 @@ def test_arms_that_do_not_fit_together_restart_for_each_block(tmp_path: Path) ->
         tmp_path
     )
     assert finding.effects[0].rounds == 4
+
+
+def test_blocks_of_short_steps_take_more_of_them(tmp_path: Path) -> None:
+    """The planted task says 10 ms a step with 8 % noise."""
+    finding = ablation(arm("base"), arm("x"), protocol=Protocol(max_rounds=4, block_steps=3, min_block_s=0.5)).run(
+        tmp_path
+    )
+    assert 40 <= finding.protocol["block_steps"] <= 65
+    long = ablation(arm("base"), arm("x"), protocol=Protocol(max_rounds=4, block_steps=90, min_block_s=0.5)).run(
+        tmp_path
+    )
+    assert long.protocol["block_steps"] == 90
 
 
 def test_every_block_and_the_finding_are_recorded(tmp_path: Path) -> None:

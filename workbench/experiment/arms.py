@@ -24,7 +24,7 @@ POLL_S = 0.05
 
 
 class ArmEnded(Exception):
-    """The arm cannot go on. That is its result, not an error of the experiment."""
+    """The arm cannot go on. That is its result, not an error of the experiment. The last line of ``error`` says why."""
 
     def __init__(self, status: ArmStatus, error: str) -> None:
         super().__init__(f"{status}: {error}")
@@ -107,7 +107,7 @@ class ArmProcess:
                 if not self._answers.poll(POLL_S):
                     if time.monotonic() - heard > self.timeout_s:
                         self._kill()
-                        raise ArmEnded("timeout", f"no sign of life for {self.timeout_s:g} s; {self._log_tail()}")
+                        raise ArmEnded("timeout", f"{self._log_tail()}\nno sign of life for {self.timeout_s:g} s")
                     continue
                 message = json.loads(self._answers.recv_bytes())
             except (EOFError, OSError):
@@ -129,8 +129,8 @@ class ArmProcess:
         """The process went away by itself: by a signal, or by leaving without a word."""
         code = self._process.wait()
         if code < 0:
-            return ArmEnded("killed", f"killed by {signal.Signals(-code).name}; {self._log_tail()}")
-        return ArmEnded("crashed", f"the process left with exit code {code}; {self._log_tail()}")
+            return ArmEnded("killed", f"{self._log_tail()}\nkilled by {signal.Signals(-code).name}")
+        return ArmEnded("crashed", f"{self._log_tail()}\nthe process left with exit code {code}")
 
     def _log_tail(self, lines: int = 5) -> str:
         try:

@@ -43,7 +43,7 @@ class Measurement(Plain):
     samples_per_s: float
     anatomy: Anatomy = Anatomy()
     block_step_times: list[float] = []
-    """Mean step time of each block, seconds, in round order."""
+    """Mean step time of each block, seconds, in round order. ``Finding.protocol`` holds the steps that a block really had."""
     peak_memory_bytes: int | None = None
     """Allocator peak on a GPU; peak resident growth over the idle process on a CPU."""
     mfu: float | None = None

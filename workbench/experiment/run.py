@@ -1,8 +1,9 @@
 """Runs an ablation: check, predict, start the arms, take turns, guard, decide, record."""
 
+import math
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -134,6 +135,7 @@ class _Experiment:
             MeasuredArm(arm, configs[arm.name], self._process(arm, configs[arm.name])) for arm in ablation.arms
         ]
         self.baseline, self.variants = self.arms[0], self.arms[1:]
+        self.block_steps = self.protocol.block_steps
         self.stop = "rounds"
         self.rounds = 0
 
@@ -149,6 +151,7 @@ class _Experiment:
             for arm in self.arms:
                 stack.callback(arm.process.stop)
             self._start()
+            self._attempt(self.baseline, self._lengthen_blocks)
             self._take_turns()
             self._guard()
             done = [arm for arm in self.arms if arm.status == "completed"]
@@ -187,15 +190,29 @@ class _Experiment:
                 self.stop = "budget"
                 return
 
+    def _lengthen_blocks(self) -> None:
+        """Steps per block, the same for all arms, so that the baseline's lasts ``min_block_s``; judged by one block of it."""
+        if self.baseline.status == "completed" and self.protocol.min_block_s:
+            step_time = self._ask_block(self.baseline)["step_time"]
+            self.block_steps = max(self.block_steps, math.ceil(self.protocol.min_block_s / step_time))
+
     def _block(self, arm: MeasuredArm, number: int) -> None:
+        arm.blocks[number] = block = self._ask_block(arm)
+        self.run.log(event="block", arm=arm.name, round=number, steps=self.block_steps, **block)
+
+    def _ask_block(self, arm: MeasuredArm) -> dict[str, Any]:
+        with self._alive(arm, self.protocol.warmup_steps):
+            return arm.process.block(self.block_steps)
+
+    @contextmanager
+    def _alive(self, arm: MeasuredArm, warmup_steps: int) -> Iterator[None]:
+        """The arm's process, started here and stopped after where arms do not stay alive."""
         if not self.protocol.alive:
-            arm.process.start(self.protocol.warmup_steps)
+            arm.process.start(warmup_steps)
             arm.process.wait_ready()
-        block = arm.process.block(self.protocol.block_steps)
+        yield
         if not self.protocol.alive:
             arm.process.stop()
-        arm.blocks[number] = block
-        self.run.log(event="block", arm=arm.name, round=number, **block)
 
     def _precise(self) -> bool:
         measured = [self.baseline.log_ratios(v) for v in self.variants if v.status == "completed"]
@@ -215,9 +232,6 @@ class _Experiment:
 
     def _guard_run(self, arm: MeasuredArm, seed: int, k: int) -> None:
         guard = self.ablation.guard
-        if not self.protocol.alive:
-            arm.process.start(self.protocol.warmup_steps)
-            arm.process.wait_ready()
 
         def on_step(step: int, values: dict[str, float]) -> None:
             if k == 0:
@@ -226,9 +240,8 @@ class _Experiment:
             label = f"{arm.name} · guard, seed {k + 1}/{guard.seeds} · step {step + 1}/{guard.steps}"
             self.live.update(self._guard_seconds_left(arm, k, step), label)
 
-        result = arm.process.guard_run(seed, guard.steps, on_step)
-        if not self.protocol.alive:
-            arm.process.stop()
+        with self._alive(arm, warmup_steps=0):
+            result = arm.process.guard_run(seed, guard.steps, on_step)
         arm.guard_runs.append({"seed": seed, **result})
         self.run.log(event="guard", arm=arm.name, seed=seed, **result)
 
@@ -249,7 +262,7 @@ class _Experiment:
         if any(not arm.blocks for arm in living):
             return None
         rounds = self.protocol.max_rounds - number + 1
-        per_round = sum(arm.step_seconds * self.protocol.block_steps for arm in living)
+        per_round = sum(arm.step_seconds * self.block_steps for arm in living)
         return rounds * per_round + self._guard_seconds_left(living[0], 0, 0)
 
     def _guard_seconds_left(self, now: MeasuredArm, k: int, step: int) -> float:
@@ -283,7 +296,8 @@ class _Experiment:
             guards=guards,
             predictions=check_predictions(self.predictions, results),
             decisions=decide(self.variants, measured, guards, a.guard),
-            protocol=a.protocol.model_dump(mode="json") | {"guard": a.guard.model_dump(mode="json")},
+            protocol=a.protocol.model_dump(mode="json")
+            | {"block_steps": self.block_steps, "guard": a.guard.model_dump(mode="json")},
             limits=a.limits,
             duration_s=duration_s,
         )
