@@ -18,6 +18,8 @@ class PeakMemory:
         self.device = device
         self.base = 0 if device.type == "cuda" else psutil.Process().memory_info().rss
         self._sampler: _Sampler | None = None
+        if device.type == "cuda":
+            torch.cuda.init()  # the allocator has no statistics to reset before that
         self.reset()
 
     def reset(self) -> None:
