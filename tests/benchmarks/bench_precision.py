@@ -160,7 +160,7 @@ def main() -> None:
         record = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "device": device,
-            "options": vars(options),
+            "options": {k: v for k, v in vars(options).items() if k != "out"},
             "provenance": collect(),
             "arms": results,
         }

@@ -34,18 +34,18 @@ class LiveProgress:
     def update(self, seconds_left: float | None, label: str) -> None:
         """Say what runs now and about how long the rest takes; ``None`` while that is not known."""
         elapsed = time.monotonic() - self._began
-        total = elapsed + seconds_left if seconds_left is not None else elapsed * 20 + 1
-        self.run.progress(elapsed, total, label)
+        share = 0.0 if seconds_left is None else elapsed / (elapsed + seconds_left + 1e-9)
+        self.run.progress(share, 1.0, label)
         if time.monotonic() - self._drawn < REDRAW_S:
             return
         self._drawn = time.monotonic()
         left = "" if seconds_left is None else f" · about {clock(seconds_left)} left"
-        self._draw(elapsed / total, f"{label}{left}")
+        self._draw(share, f"{label}{left}")
 
     def finish(self, line: str) -> None:
         """The one line that stays."""
         elapsed = time.monotonic() - self._began
-        self.run.progress(elapsed, elapsed, line)
+        self.run.progress(1.0, 1.0, line)
         self._draw(1.0, f"{line} in {clock(elapsed)}")
         if self._handle is None and sys.stderr.isatty():
             sys.stderr.write("\n")
