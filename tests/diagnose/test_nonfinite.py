@@ -156,3 +156,24 @@ def test_no_hook_is_left_behind_whatever_leaves_the_context() -> None:
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(Refused, match="raise, skip or stop"):
         FirstNonFinite(nn.Linear(2, 2), policy="warn")  # type: ignore[arg-type]
+
+
+def test_a_compiled_model_is_refused() -> None:
+    with pytest.raises(Refused, match=r"before torch\.compile"):
+        FirstNonFinite(torch.compile(nn.Linear(2, 2)))
+
+
+def test_recomputed_modules_are_attributed_like_others() -> None:
+    """A checkpoint ends its recomputation by an exception half way; the stack of modules survives it."""
+
+    class Recomputed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(4, 4), Apply(lambda x: (x * 0).abs().sqrt()), nn.Linear(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.body, x, use_reentrant=False)
+
+    model = nn.Sequential(nn.Linear(4, 4), Recomputed(), Recomputed())
+    found = first(model)
+    assert found is not None and (found.module, found.direction, found.role) == ("2.body.1", "backward", "producer")

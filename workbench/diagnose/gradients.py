@@ -161,16 +161,18 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _largest(tensors: list[Tensor]) -> Tensor:
     """Largest magnitude of each tensor, NaN if it holds one, 0 if it is empty."""
-    zero = tensors[0].new_zeros(2)
-    extremes = [torch.stack(torch.aminmax(t)) if t.numel() else zero for t in tensors]
-    return torch.stack([e.float() for e in extremes]).abs().amax(dim=1)
+    zero = tensors[0].new_zeros(())
+    extremes = [torch.aminmax(t) if t.numel() else (zero, zero) for t in tensors]
+    lows, highs = zip(*extremes, strict=True)
+    return torch.stack(lows + highs).float().abs().view(2, -1).amax(dim=0)
 
 
 def _nonfinite(tensors: list[Tensor], norms: Tensor) -> Tensor:
     """Number of non-finite elements of each tensor."""
     if norms.device.type == "cpu":
         # There is no device to wait for here, so only the tensors in question are counted.
-        counts = [(~torch.isfinite(t)).sum() if not n.isfinite() else 0 for t, n in zip(tensors, norms, strict=True)]
+        finite = norms.isfinite().tolist()
+        counts = [0 if fine else int((~torch.isfinite(t)).sum()) for t, fine in zip(tensors, finite, strict=True)]
         return torch.tensor(counts, dtype=torch.float32)
     # x·0 is 0 for finite x and NaN, which is not 0, for the rest: the 0-norm counts those.
     return torch.stack(torch._foreach_norm(torch._foreach_mul(tensors, 0.0), 0)).float()

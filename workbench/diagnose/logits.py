@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from workbench.diagnose.module_stack import ModuleStack
+from workbench.errors import Refused
 
 BLOCK = 512
 """Queries whose logits exist at once."""
@@ -49,6 +50,8 @@ class AttentionLogits(TorchDispatchMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
+        if hasattr(model, "_orig_mod"):
+            raise Refused("the attention of a compiled model", fix="meter the model before torch.compile")
         self._stack = ModuleStack(model)
         self._largest: dict[str, list[Tensor]] = {}
 

@@ -106,6 +106,8 @@ class FirstNonFinite:
     def __init__(self, model: nn.Module, *, policy: Policy = "raise", rank: int | None = None) -> None:
         if policy not in ("raise", "skip", "stop"):
             raise Refused("policy", policy, allowed="raise, skip or stop")
+        if hasattr(model, "_orig_mod"):
+            raise Refused("the operators of a compiled model", fix="watch the model before torch.compile")
         self.model, self.policy = model, policy
         self.rank = rank if rank is not None else _rank()
         self.found: NonFinite | None = None
