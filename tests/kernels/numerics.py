@@ -26,10 +26,14 @@ def run(tensors: Sequence[torch.Tensor], layout: BlockLayout, backend: str, **op
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
 
 
-def relative_error(value: torch.Tensor, exact: torch.Tensor) -> float:
-    assert torch.isfinite(value).all(), "a value is infinite or NaN"
+def distance(value: torch.Tensor, exact: torch.Tensor) -> float:
     value, exact = value.detach(), exact.detach()
-    return float((value.double() - exact).norm() / exact.norm().clamp(min=1e-30))
+    assert torch.isfinite(value).all(), "a value is infinite or NaN"
+    return float((value.double() - exact).norm())
+
+
+def relative_error(value: torch.Tensor, exact: torch.Tensor) -> float:
+    return distance(value, exact) / float(exact.detach().norm())
 
 
 def assert_as_good_as_dense(
@@ -38,6 +42,8 @@ def assert_as_good_as_dense(
     exact = run([x.double() for x in tensors], layout, "reference")
     dense = run(tensors, layout, "dense")
     ours = run(tensors, layout, backend, **options)
+    # Where every query sees a single key the gradients of q and k are zero but for rounding, in both: hence a floor.
+    floor = 0.01 * torch.finfo(tensors[0].dtype).eps * float(tensors[3].double().norm())
     for name, value, rival, truth in zip(NAMES, ours, dense, exact, strict=True):
-        error, bound = relative_error(value, truth), 2 * relative_error(rival, truth) + 1e-7
+        error, bound = distance(value, truth), 2 * distance(rival, truth) + floor
         assert error <= bound, f"{name}: error {error:.2e}, twice dense attention's own is {bound:.2e}"

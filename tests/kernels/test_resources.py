@@ -6,6 +6,7 @@ import pytest
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_every_configuration_compiles_for_hopper_without_one_and_spills_less_than_the_bound(tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
     runs = [
@@ -31,6 +32,7 @@ def test_every_configuration_compiles_for_hopper_without_one_and_spills_less_tha
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_configuration_that_spills_is_found(tmp_path):
     """The negative control: a tile that cannot fit in the registers of its warps."""
     program = (

@@ -88,10 +88,8 @@ def usage(compiled: Any) -> tuple[int, int]:
         binary.write(compiled.asm["cubin"])
         binary.flush()
         text = subprocess.run([tool, "-res-usage", binary.name], capture_output=True, text=True, check=True).stdout
-        sass = subprocess.run([tool, "-sass", binary.name], capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert found, f"cuobjdump printed no resource usage:\n{text}"
-    assert "HGMMA" in sass or "HMMA" in sass or "MUFU" in sass, "the disassembly holds no kernel"
     return int(found[1]), int(found[2])
 
 
