@@ -1,4 +1,4 @@
-import os
+import time
 from pathlib import Path
 
 import psutil
@@ -20,6 +20,7 @@ def test_the_cpu_is_measured_once_and_then_remembered(tmp_path: Path, monkeypatc
     first = detect("cpu")
     assert first.peak_flops["fp32"] > 1e8 and first.memory_bandwidth > 1e8 and first.op_overhead_s < 1e-2
     assert first.memory_bytes <= psutil.virtual_memory().total
+    assert first.peak_source == "measured matmul" and first.matmul_flops == first.peak_flops
     monkeypatch.setattr(facts.subprocess, "run", None)  # a second measurement would fail
     assert detect("cpu") == first
 
@@ -52,7 +53,26 @@ def test_peak_memory_sees_what_was_freed_before_it_was_read() -> None:
     assert 50 * 2**20 < meter.read() < 200 * 2**20
 
 
+def test_peak_memory_forgets_what_was_before_its_reset() -> None:
+    meter = PeakMemory(torch.device("cpu"))
+    block = torch.ones(64 * 2**20 // 4)
+    del block
+    meter.reset()
+    assert meter.read() < 32 * 2**20
+
+
+def test_peak_memory_is_sampled_where_the_kernel_keeps_no_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    meter = PeakMemory(torch.device("cpu"))
+    block = torch.ones(64 * 2**20 // 4)
+    time.sleep(0.2)
+    del block
+    assert meter.read() > 50 * 2**20
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_energy_is_unknown_and_not_zero_where_there_is_no_meter() -> None:
     assert EnergyMeter(torch.device("cpu")).read() is None
-    assert os.environ.get("CUDA_VISIBLE_DEVICES", "") is not None

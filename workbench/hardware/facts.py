@@ -15,6 +15,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from workbench.errors import Refused
 
 PROBE_TIMEOUT_S = 180
+FORMAT = 2
+"""Of a cached answer; raised when the probe measures something else."""
 NO_DEVICE = 3
 """Exit code of the probe when the device asked for is not there; its last line says which are."""
 
@@ -37,10 +39,17 @@ class DeviceFacts(BaseModel):
     """``datasheet`` or ``measured matmul``."""
     memory_bandwidth: float
     bandwidth_source: str
+    """``datasheet`` or ``measured copy``."""
+    matmul_flops: dict[str, float] = {}
+    """What a large matrix product reached here, by precision; empty where the device was not measured."""
+    copy_bandwidth: float | None = None
+    """What a large copy reached here, bytes read and written per second."""
     op_overhead_s: float
     """Host time to launch one small operator, which bounds small models."""
     power_cap_watts: float | None = None
     torch_version: str
+    driver: str | None = None
+    """The GPU driver's version."""
     threads: int = 1
 
 
@@ -87,7 +96,7 @@ def cpu_count() -> int:
 def _cache_file(device: str) -> Path:
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "workbench"
     environment = [worker_environment().get(name, "") for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")]
-    key = json.dumps([device, platform.node(), version("torch"), cpu_count(), environment, 1])
+    key = json.dumps([device, platform.node(), version("torch"), cpu_count(), environment, FORMAT])
     return folder / f"device-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 

@@ -1,10 +1,16 @@
 """Meters for the process that trains: peak memory and energy. They read counters and never wait for the device."""
 
 import threading
+import time
 from pathlib import Path
 
 import psutil
 import torch
+
+from workbench.hardware.nvml import Nvml
+
+SAMPLE_S = 0.01
+"""Between two looks at the resident set: rare enough not to slow a step."""
 
 
 class PeakMemory:
@@ -49,36 +55,21 @@ class _Sampler(threading.Thread):
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self.peak = 0
-        self.stop = threading.Event()
         self.start()
 
     def run(self) -> None:
         process = psutil.Process()
-        while not self.stop.wait(0.01):
+        while True:
             self.peak = max(self.peak, process.memory_info().rss)
+            time.sleep(SAMPLE_S)
 
 
 class EnergyMeter:
-    """Joules of one GPU by NVML's counter; ``read`` gives ``None`` where there is no such counter."""
+    """Joules of one GPU by the driver's counter; ``read`` gives ``None`` where there is no such counter."""
 
     def __init__(self, device: torch.device) -> None:
-        self._handle = None
-        if device.type != "cuda":
-            return
-        try:
-            import pynvml
-
-            pynvml.nvmlInit()
-            uuid = str(torch.cuda.get_device_properties(device).uuid)
-            self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
-            pynvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)
-        except Exception:  # no library, no driver, or a card without the counter
-            self._handle = None
+        self._nvml = Nvml(device)
 
     def read(self) -> float | None:
         """Joules since the driver was loaded."""
-        if self._handle is None:
-            return None
-        import pynvml
-
-        return pynvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1000
+        return self._nvml.energy_joules()

@@ -6,13 +6,16 @@ import time
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import psutil
 import torch
 
 from workbench.hardware.facts import NO_DEVICE, DeviceFacts
+from workbench.hardware.limits import memory_limit
+from workbench.hardware.nvml import Nvml
 
 PEAKS = Path(__file__).with_name("peaks.toml")
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -28,16 +31,19 @@ def main(asked: str) -> int:
 
 
 def _cpu() -> DeviceFacts:
-    peaks = {name: _matmul_rate(dtype, 512, "cpu") for name, dtype in DTYPES.items()}
+    rates = {name: _matmul_rate(dtype, 512, "cpu") for name, dtype in DTYPES.items()}
+    copied = _copy_rate("cpu", 2**26)
     return DeviceFacts(
         device="cpu",
         kind="cpu",
         name=_cpu_name(),
-        memory_bytes=_memory_limit(),
-        peak_flops=peaks,
+        memory_bytes=memory_limit(),
+        peak_flops=rates,
         peak_source="measured matmul",
-        memory_bandwidth=_copy_rate("cpu", 2**26),
+        memory_bandwidth=copied,
         bandwidth_source="measured copy",
+        matmul_flops=rates,
+        copy_bandwidth=copied,
         op_overhead_s=_op_overhead("cpu"),
         torch_version=torch.__version__,
         threads=torch.get_num_threads(),
@@ -46,28 +52,37 @@ def _cpu() -> DeviceFacts:
 
 def _cuda(device: torch.device) -> DeviceFacts:
     name = torch.cuda.get_device_name(device)
-    entry = next((g for g in tomllib.loads(PEAKS.read_text())["gpu"] if g["name"] in name), None)
-    if entry:
-        peaks = {k: entry[k] * 1e12 for k in ("fp32", "tf32", "bf16", "fp16", "fp8") if k in entry}
-        bandwidth = entry["bandwidth"] * 1e9
-    else:
-        peaks = {k: _matmul_rate(dtype, 8192, device) for k, dtype in DTYPES.items()}
-        bandwidth = _copy_rate(device, 2**30)
+    entry = datasheet(name)
+    rates = {k: _matmul_rate(dtype, 8192, device) for k, dtype in DTYPES.items()}
+    if torch.cuda.get_device_capability(device) >= (8, 0):
+        torch.backends.cuda.matmul.allow_tf32 = True
+        rates["tf32"] = _matmul_rate(torch.float32, 8192, device)
+    copied = _copy_rate(device, 2**30)
+    nvml = Nvml(device)
     return DeviceFacts(
         device=str(device),
         kind="cuda",
         name=name,
         count=torch.cuda.device_count(),
         memory_bytes=torch.cuda.get_device_properties(device).total_memory,
-        peak_flops=peaks,
+        peak_flops={k: entry[k] * 1e12 for k in PRECISIONS if k in entry} if entry else rates,
         peak_source="datasheet" if entry else "measured matmul",
-        memory_bandwidth=bandwidth,
+        memory_bandwidth=entry["bandwidth"] * 1e9 if entry else copied,
         bandwidth_source="datasheet" if entry else "measured copy",
+        matmul_flops=rates,
+        copy_bandwidth=copied,
         op_overhead_s=_op_overhead(device),
-        power_cap_watts=_power_cap(device.index),
+        power_cap_watts=nvml.power_cap_watts(),
         torch_version=torch.__version__,
+        driver=nvml.driver(),
         threads=torch.get_num_threads(),
     )
+
+
+def datasheet(name: str) -> dict[str, Any] | None:
+    """The vendor's rates, TFLOP/s and GB/s, of the first entry all of whose words are in the device's name."""
+    entries = tomllib.loads(PEAKS.read_text())["gpu"]
+    return next((e for e in entries if all(word in name for word in e["name"].split())), None)
 
 
 def _seconds(run: Callable[[], object], device: torch.device | str, at_least_s: float = 0.3) -> float:
@@ -117,26 +132,6 @@ def _cpu_name() -> str:
         lines = []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return f"{names[0] if names else 'CPU'}, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)}"
-
-
-def _memory_limit() -> int:
-    """Bytes this process may use: the container's limit where one is set, else the machine's memory."""
-    total = psutil.virtual_memory().total
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return total
-    return min(total, int(limit)) if limit.isdigit() else total
-
-
-def _power_cap(index: int | None) -> float | None:
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        return pynvml.nvmlDeviceGetEnforcedPowerLimit(pynvml.nvmlDeviceGetHandleByIndex(index or 0)) / 1000
-    except Exception:  # no library, no driver, or a device that does not tell
-        return None
 
 
 if __name__ == "__main__":
