@@ -7,7 +7,7 @@ import torch
 from workbench.errors import Refused
 from workbench.models.build import build_model
 from workbench.models.config import VITS, check_model, default_patch_size, vit_config
-from workbench.planner.memory import num_parameters
+from workbench.planner.params import num_parameters
 
 SMALL = {"num_classes": 10, "image_size": 8, "in_channels": 1}
 

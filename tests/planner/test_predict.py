@@ -1,17 +1,12 @@
-"""Formulas against what PyTorch counts and keeps."""
-
 import subprocess
 import sys
 
 import pytest
-import torch
-from torch.utils.flop_counter import FlopCounterMode
 
+from workbench.errors import Refused
 from workbench.hardware.facts import DeviceFacts
-from workbench.models.build import build_model
-from workbench.models.config import VitConfig, vit_config
-from workbench.planner.memory import memory_ledger
-from workbench.planner.operators import forward_flops, model_flops
+from workbench.models.config import vit_config
+from workbench.planner.flops import model_flops
 from workbench.planner.predict import predict_step, utilisation
 
 FACTS = DeviceFacts(
@@ -26,53 +21,7 @@ FACTS = DeviceFacts(
     op_overhead_s=1e-6,
     torch_version="0",
 )
-
-
-def built(**fields: object) -> tuple[torch.nn.Module, VitConfig]:
-    model = build_model("vit-micro", num_classes=10, image_size=32, in_channels=3, **fields)
-    return model, model.config  # type: ignore[return-value]
-
-
-@pytest.mark.parametrize("fields", [{}, {"qk_norm": True, "registers": 3}])
-def test_flops_are_those_that_pytorch_counts(fields: dict[str, object]) -> None:
-    """With eager attention, for PyTorch's counter gives 0 for fused attention on a CPU."""
-    model, vit = built(attention="eager", **fields)
-    with FlopCounterMode(display=False) as forward:
-        loss = model(torch.randn(4, 3, 32, 32)).sum()
-    with FlopCounterMode(display=False) as backward:
-        loss.backward()
-    assert forward_flops(vit, 4) == forward.get_total_flops()
-    assert model_flops(vit, 4) == forward.get_total_flops() + backward.get_total_flops()
-
-
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_activation_bytes_are_those_that_autograd_keeps(attention: str, precision: str) -> None:
-    model, vit = built(attention=attention)
-    parameters = {p.data_ptr() for p in model.parameters()}
-    kept: dict[int, int] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.data_ptr() not in parameters:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    images = torch.randn(8, 3, 32, 32)
-    with (
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t),
-        torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"),
-    ):
-        loss = model(images).sum()
-    measured = sum(kept.values())
-    loss.backward()
-    ledger = memory_ledger(vit, batch=8, precision=precision)
-    assert ledger.activations + ledger.casts == pytest.approx(measured, rel=0.15)
-
-
-def test_states_are_sixteen_bytes_a_parameter() -> None:
-    vit = vit_config("vit-10b")
-    ledger = memory_ledger(vit, batch=1)
-    assert ledger.states / 16 == pytest.approx(10.08e9, rel=0.01)
+GPU = FACTS.model_copy(update={"device": "cuda:0", "kind": "cuda", "memory_bandwidth": 1e12, "op_overhead_s": 5e-6})
 
 
 def test_more_work_never_takes_less_time() -> None:
@@ -89,12 +38,56 @@ def test_an_uneven_last_micro_batch_is_counted() -> None:
     assert step.flops == model_flops(vit, 10)
 
 
+def test_half_precision_gains_nothing_where_its_products_are_no_faster() -> None:
+    """What is left of autocast then is its conversions."""
+    same = FACTS.model_copy(update={"peak_flops": {"fp32": 1e11, "bf16": 1e11}, "memory_bandwidth": 1e13})
+    vit = vit_config("vit-s")
+    fp32, bf16 = (predict_step(vit, batch=8, precision=p, facts=same).step_time for p in ("fp32", "bf16"))
+    assert bf16 > fp32
+
+
+def test_half_precision_gains_less_than_the_peaks_promise() -> None:
+    vit = vit_config("vit-b")
+    fp32, bf16 = (predict_step(vit, batch=64, precision=p, facts=GPU).step_time for p in ("fp32", "bf16"))
+    assert 1 < fp32 / bf16 < GPU.peak_flops["bf16"] / GPU.peak_flops["fp32"]
+
+
+def test_a_gpu_hides_launches_behind_work_and_a_small_model_does_not() -> None:
+    slow_host = GPU.model_copy(update={"op_overhead_s": 2 * GPU.op_overhead_s})
+    large, small = vit_config("vit-l"), vit_config("vit-nano", image_size=32)
+    assert predict_step(large, batch=64, facts=GPU) == predict_step(large, batch=64, facts=slow_host)
+    ratio = predict_step(small, batch=1, facts=slow_host).step_time / predict_step(small, batch=1, facts=GPU).step_time
+    assert ratio == pytest.approx(2)
+
+
+def test_a_fused_update_moves_and_holds_less() -> None:
+    vit = vit_config("vit-l")
+    plain, fused = (predict_step(vit, batch=1, fused_optimizer=fused, facts=GPU) for fused in (False, True))
+    assert fused.step_time < plain.step_time
+    assert fused.memory.total < plain.memory.total
+
+
+def test_measured_rates_go_before_datasheets() -> None:
+    sheet = GPU.model_copy(update={"peak_source": "datasheet"})
+    measured = sheet.model_copy(update={"matmul_flops": {"bf16": 1e11}})
+    vit = vit_config("vit-l")
+    slow, fast = (predict_step(vit, batch=64, precision="bf16", facts=f).step_time for f in (measured, sheet))
+    assert slow > fast
+    assert utilisation(vit, 1.0, measured, "bf16") == utilisation(vit, 1.0, sheet, "bf16")
+
+
 def test_utilisation_is_of_the_named_dtype_and_unknown_where_its_peak_is() -> None:
     vit = vit_config("vit-s")
     fp32, bf16 = (utilisation(vit, 10.0, FACTS, p) for p in ("fp32", "bf16"))
     assert fp32 is not None and bf16 is not None
     assert fp32 == pytest.approx(4 * bf16)
     assert utilisation(vit, 10.0, FACTS, "fp16") is None
+
+
+@pytest.mark.parametrize(("field", "value"), [("precision", "int8"), ("optimizer", "lion")])
+def test_what_has_no_formula_is_refused(field: str, value: str) -> None:
+    with pytest.raises(Refused, match=value):
+        predict_step(vit_config("vit-s"), batch=1, facts=FACTS, **{field: value})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -2,75 +2,120 @@
 
 from typing import NamedTuple
 
+from workbench.errors import Refused
 from workbench.models.config import VitConfig
+from workbench.planner.params import cast_parameters, num_parameters
 
 BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
+"""Of a value in the autocast region. fp8 layers take in and give out bf16."""
 OPTIMIZER_VALUES = {"adamw": 2, "sgd": 1}
 """fp32 values per parameter that the optimizer keeps: two moments for Adam, momentum for SGD."""
 
 
 class MemoryLedger(NamedTuple):
-    """Bytes by what they are for. The peak is near the end of the forward pass or of the backward; both hold nearly all."""
+    """Bytes by what they are for, and the peak over a step.
+
+    Attributes:
+        casts: half-precision copies of the weights, which the backward pass needs as well.
+        transient: gradients on their way through the layer where the backward pass begins.
+        update: what the optimizer holds besides while it updates.
+        accumulates: whether gradients of an earlier micro-batch are there during a forward pass.
+    """
 
     parameters: float
     gradients: float
     optimizer: float
     activations: float
     casts: float
-    """Half-precision copies of the weights that autocast keeps for the backward."""
-
-    @property
-    def total(self) -> float:
-        return sum(self)
+    transient: float
+    update: float
+    accumulates: bool
 
     @property
     def states(self) -> float:
         """16 bytes per parameter for fp32 master weights, gradients and Adam (Rajbhandari et al. 2020)."""
         return self.parameters + self.gradients + self.optimizer
 
+    @property
+    def total(self) -> float:
+        """The peak: where the backward pass begins, or the update, whichever holds more.
 
-def num_parameters(vit: VitConfig) -> int:
-    """Exact count of our ViT: per layer 4d² + 2df + 9d + f, with norms and biases; embeddings and head besides."""
-    d, f = vit.width, vit.mlp_width
-    attention = 4 * d * d + 4 * d + (4 * vit.head_dim if vit.qk_norm else 0)
-    layer = attention + 2 * d * f + f + d + 4 * d
-    patches = vit.in_channels * vit.patch_size**2 * d + d
-    embeddings = d * (1 + vit.registers + vit.num_patches + 1)
-    return vit.depth * layer + patches + embeddings + 2 * d + d * vit.num_classes + vit.num_classes
+        In between, activations go as gradients come, layer by layer, so that no point in the middle holds more than both ends.
+        Gradients are freed after the update, and are there during the forward only when micro-batches accumulate into them.
+        """
+        begin = self.activations + self.casts + self.transient + (self.gradients if self.accumulates else 0.0)
+        return self.parameters + self.optimizer + max(begin, self.gradients + self.update)
 
 
-def activation_values(vit: VitConfig, batch: int) -> tuple[float, float]:
-    """Elements that the backward pass needs, in the autocast dtype and in fp32.
+def activation_values(vit: VitConfig, batch: int, *, gpu_autocast: bool = False) -> tuple[float, float]:
+    """Elements that the backward pass needs, in the autocast dtype and in fp32, of one forward pass.
 
-    After Korthikanti et al. 2022, counted for our block. In the autocast dtype: the inputs of the four linear layers (d, d,
-    d, f), q, k, v and the attention's output with its log-sum-exp, and GELU's input (f); eager attention keeps the b·h·n²
-    scores and their softmax besides. In fp32: the residual stream into the two norms.
+    After Korthikanti et al. 2022, counted for our block, t = batch · tokens. In the autocast dtype t·(6d + 2f) a layer: the
+    inputs of qkv and fc1 (d each), q, k and v (3d), the attention's output, which proj reads (d), GELU's input and output (f
+    each). In fp32 the two norms' inputs. A flash kernel adds a log-sum-exp per row, eager attention batch · heads · tokens²
+    scores. That formulas of the form tokens² · heads · parameters · bytes are about does not make them right: scores are
+    tokens² values a head, however many parameters produce them.
+
+    Args:
+        gpu_autocast: autocast on a GPU runs softmax and norms in fp32, and so keeps eager scores and what QK-norm reads twice.
     """
-    tokens = batch * vit.num_tokens
-    d, f = vit.width, vit.mlp_width
-    half = tokens * (2 * d + 3 * d + d + 2 * f)
-    if vit.qk_norm:
-        half += 2 * tokens * d
-    full = tokens * 2 * d
-    scores = batch * vit.heads * vit.num_tokens**2
-    half += 2 * scores if vit.attention == "eager" else 0
-    full += 0 if vit.attention == "eager" else batch * vit.heads * vit.num_tokens
-    return vit.depth * half, vit.depth * full + tokens * 2 * d
+    n, d, f = vit.num_tokens, vit.width, vit.mlp_width
+    t = batch * n
+    half = t * (6 * d + 2 * f)
+    full = 2 * t * d
+    if (
+        vit.qk_norm
+    ):  # the normalised q and k, and the output once more: its layout now follows theirs, and proj copies it
+        half += 3 * t * d
+        full += 2 * t * d if gpu_autocast else 0
+    if vit.attention == "eager":
+        half += batch * vit.heads * n * n
+        full += batch * vit.heads * n * n if gpu_autocast else 0
+    else:
+        full += batch * vit.heads * n
+    return vit.depth * half, vit.depth * full + t * d
 
 
-def memory_ledger(vit: VitConfig, *, batch: int, precision: str = "fp32", optimizer: str = "adamw") -> MemoryLedger:
+def memory_ledger(
+    vit: VitConfig,
+    *,
+    batch: int,
+    precision: str = "fp32",
+    optimizer: str = "adamw",
+    fused_optimizer: bool = False,
+    accumulates: bool = False,
+    kind: str = "cuda",
+) -> MemoryLedger:
     """Bytes of a training step with ``batch`` samples per forward pass; weights, gradients and moments are fp32.
 
     Args:
-        precision: of the autocast region: ``fp32``, ``tf32``, ``bf16`` or ``fp16``.
+        precision: of the autocast region: ``fp32``, ``tf32``, ``bf16``, ``fp16`` or ``fp8``.
+        fused_optimizer: an optimizer in one kernel; a multi-tensor AdamW holds one value more per parameter as it updates.
+        accumulates: whether a step has several forward passes.
+        kind: of device, ``cpu`` or ``cuda``.
+
+    Raises:
+        Refused: a precision or optimizer without a formula.
     """
+    size = value_bytes(precision)
+    if optimizer not in OPTIMIZER_VALUES:
+        raise Refused("optimizer", optimizer, allowed=", ".join(OPTIMIZER_VALUES))
     params = num_parameters(vit)
-    half, full = activation_values(vit, batch)
-    size = BYTES[precision]
+    half, full = activation_values(vit, batch, gpu_autocast=size == 2 and kind == "cuda")
+    tokens = batch * vit.num_tokens
     return MemoryLedger(
         parameters=4 * params,
         gradients=4 * params,
         optimizer=4 * OPTIMIZER_VALUES[optimizer] * params,
         activations=half * size + full * 4,
-        casts=params * 2 if size == 2 else 0,
+        casts=2 * cast_parameters(vit) if size == 2 else 0,
+        transient=tokens * (2 * vit.width * 4 + 2 * vit.mlp_width * size),
+        update=4 * params if optimizer == "adamw" and not fused_optimizer else 0,
+        accumulates=accumulates,
     )
+
+
+def value_bytes(precision: str) -> int:
+    if precision not in BYTES:
+        raise Refused("precision", precision, allowed=", ".join(BYTES))
+    return BYTES[precision]

@@ -1,20 +1,26 @@
-"""Time of one training step on one device, by a roofline over its operators."""
+"""Time and memory of one training step on one device, by a roofline over its operators."""
 
 from typing import NamedTuple
 
 from workbench.hardware.facts import DeviceFacts
 from workbench.models.config import VitConfig
-from workbench.planner.memory import BYTES, OPTIMIZER_VALUES, MemoryLedger, memory_ledger, num_parameters
-from workbench.planner.operators import Operator, forward_operators, model_flops
+from workbench.planner import roofline
+from workbench.planner.flops import forward_operators, model_flops
+from workbench.planner.memory import MemoryLedger, memory_ledger, value_bytes
+from workbench.planner.params import num_parameters, num_tensors
 
-MATRIX_EFFICIENCY = {"datasheet": 0.7, "measured matmul": 1.0}
-"""Share of the peak that a large product reaches: 0.7–0.87 of datasheets in the public max-achievable-matmul tables; a
-measured peak is already what is reached."""
-PYTHON_PER_OPERATOR = 2.5
+HOST_PER_OPERATOR = 2.5
 """Host time of an operator inside ``nn.Module`` and autograd, in units of the bare operator that the probe times."""
 BACKWARD_CALLS = 2
+"""Launches of the backward pass per launch of the forward."""
+OPTIMIZER_PASSES = {("adamw", False): 21, ("adamw", True): 7, ("sgd", False): 8, ("sgd", True): 5}
+"""fp32 values per parameter that an update reads and writes, by optimizer and whether it is fused. Fused AdamW: weight,
+gradient and two moments in, all but the gradient out. Multi-tensor: the same in eight passes, each of which reads its
+operands again."""
+CLIP_PASSES = 3
+"""Gradients read for their norm, then read and written to scale them."""
 OPTIMIZER_LAUNCHES = {"adamw": 12, "sgd": 4}
-"""Operators of a multi-tensor optimizer step and of gradient clipping, per tensor group."""
+"""Operators of a multi-tensor update and of clipping: per tensor on a CPU, per group of tensors on a GPU."""
 
 
 class StepPrediction(NamedTuple):
@@ -33,62 +39,56 @@ def predict_step(
     micro_batch: int | None = None,
     precision: str = "fp32",
     optimizer: str = "adamw",
+    fused_optimizer: bool = False,
     facts: DeviceFacts,
 ) -> StepPrediction:
     """Predict one optimizer step over ``batch`` samples, in forward passes of ``micro_batch``.
 
-    An operator takes the longest of its arithmetic, its memory traffic and its launch. The backward pass takes twice the
-    forward's arithmetic and traffic. Autocast adds the conversions of weights and inputs.
+    Device time is the sum over operators of the longest of arithmetic and traffic. A CPU adds the launches to it; a GPU
+    computes while the host launches ahead, so its step takes the longer of the two.
+
+    Raises:
+        Refused: a precision or optimizer without a formula.
     """
     size = min(micro_batch or batch, batch)
     passes, rest = divmod(batch, size)
-    seconds = passes * _pass_time(vit, size, precision, facts) + (
-        _pass_time(vit, rest, precision, facts) if rest else 0.0
+    memory = memory_ledger(
+        vit,
+        batch=size,
+        precision=precision,
+        optimizer=optimizer,
+        fused_optimizer=fused_optimizer,
+        accumulates=size < batch,
+        kind=facts.kind,
     )
-    params = num_parameters(vit)
+    device, host = _update_times(vit, optimizer, fused_optimizer, facts)
+    for count, samples in ((passes, size), (1, rest)):
+        if samples:
+            pass_device, pass_host = _pass_times(vit, samples, precision, facts)
+            device, host = device + count * pass_device, host + count * pass_host
     return StepPrediction(
-        step_time=seconds + _optimizer_time(params, vit, optimizer, facts),
+        step_time=device + host if facts.kind == "cpu" else max(device, host),
         flops=model_flops(vit, batch),
-        params=params,
-        memory=memory_ledger(vit, batch=size, precision=precision, optimizer=optimizer),
+        params=num_parameters(vit),
+        memory=memory,
     )
-
-
-def peak_rate(facts: DeviceFacts, precision: str) -> float | None:
-    """The device's dense rate for a precision, FLOP/s; fp32's where tf32 is not a mode of its own."""
-    fallback = "fp32" if precision == "tf32" and facts.kind == "cpu" else precision
-    return facts.peak_flops.get(fallback)
 
 
 def utilisation(vit: VitConfig, samples_per_s: float, facts: DeviceFacts, precision: str) -> float | None:
-    """MFU: model FLOPs per second over the peak dense rate of the named dtype; ``None`` where that is not known."""
-    peak = peak_rate(facts, precision)
-    return model_flops(vit) * samples_per_s / peak if peak else None
+    """MFU of training ``vit`` at ``samples_per_s``; ``None`` where the peak of that precision is not known."""
+    return roofline.utilisation(model_flops(vit) * samples_per_s, facts, precision)
 
 
-def _pass_time(vit: VitConfig, batch: int, precision: str, facts: DeviceFacts) -> float:
-    return sum(_operator_time(o, precision, facts) for o in forward_operators(vit, batch))
+def _pass_times(vit: VitConfig, batch: int, precision: str, facts: DeviceFacts) -> tuple[float, float]:
+    """Seconds of the device and of the host for one forward and backward pass."""
+    operators = forward_operators(vit, batch, autocast=value_bytes(precision) == 2)
+    device = sum(sum(roofline.operator_seconds(o, precision, facts)) for o in operators)
+    launches = sum(o.calls for o in operators) * (1 + BACKWARD_CALLS)
+    return device, launches * facts.op_overhead_s * HOST_PER_OPERATOR
 
 
-def _operator_time(o: Operator, precision: str, facts: DeviceFacts) -> float:
-    """Forward and backward seconds of one kind of operator."""
-    rate = peak_rate(facts, precision if o.matrix else "fp32") or facts.peak_flops["fp32"]
-    arithmetic = o.flops / (rate * MATRIX_EFFICIENCY[facts.peak_source])
-    traffic = o.values * (BYTES[precision] if o.matrix else 4) / facts.memory_bandwidth
-    launch = o.calls * facts.op_overhead_s * PYTHON_PER_OPERATOR
-    casts = (
-        o.casts * 6 / facts.memory_bandwidth + o.calls * 2 * facts.op_overhead_s
-        if BYTES[precision] == 2 and o.casts
-        else 0.0
-    )
-    forward = max(arithmetic, traffic, launch) + casts
-    backward = max(2 * arithmetic, 2 * traffic, BACKWARD_CALLS * launch) + casts
-    return forward + backward
-
-
-def _optimizer_time(params: int, vit: VitConfig, optimizer: str, facts: DeviceFacts) -> float:
-    """Traffic: weights and gradients read, weights and moments read and written; clipping reads the gradients once more."""
-    values = params * (4 + 2 * OPTIMIZER_VALUES[optimizer])
-    tensors = 12 * vit.depth + 8
-    launches = OPTIMIZER_LAUNCHES[optimizer] * (tensors if facts.kind == "cpu" else 8) * facts.op_overhead_s
-    return max(values * 4 / facts.memory_bandwidth, launches)
+def _update_times(vit: VitConfig, optimizer: str, fused: bool, facts: DeviceFacts) -> tuple[float, float]:
+    """Seconds of the device and of the host for clipping and the update."""
+    values = num_parameters(vit) * (OPTIMIZER_PASSES[optimizer, fused] + CLIP_PASSES)
+    groups = num_tensors(vit) if facts.kind == "cpu" else 8
+    return values * 4 / roofline.bandwidth(facts), OPTIMIZER_LAUNCHES[optimizer] * groups * facts.op_overhead_s
