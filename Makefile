@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PROFILE ?= cpu
+JOBS ?= 2
 
 .PHONY: findings test lab check unit browser benchmarks lock clean help
 .DEFAULT_GOAL := help
@@ -31,7 +32,7 @@ check: $(VENV)/.installed  ## lint, types, layers
 	$(BIN)/lint-imports
 
 unit: $(VENV)/.installed  ## the tests alone
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(JOBS) --dist loadfile
 
 lab: $(VENV)/.installed  ## JupyterLab on 127.0.0.1
 	$(BIN)/workbench lab
@@ -43,7 +44,9 @@ browser:  ## a Chromium for the browser tests, where none is installed
 	  else echo "install Chromium, or set WORKBENCH_CHROMIUM to its path" >&2; exit 1; fi
 
 benchmarks: $(VENV)/.installed  ## measure this machine (minutes); tests assert no times, these report them
-	$(BIN)/pytest -m benchmark tests/benchmarks
+	$(BIN)/python tests/benchmarks/bench_protocol.py
+	$(BIN)/python tests/benchmarks/bench_trainer_overhead.py
+	$(BIN)/python -m tests.benchmarks.bench_runs
 
 lock: $(VENV)/.installed  ## pin the newest versions that pyproject.toml allows, torch apart
 	$(BIN)/python -m pip install -q pip-tools

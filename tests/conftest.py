@@ -4,9 +4,12 @@ import os
 
 import pytest
 
+# Two test processes share two cores: with more threads every operator waits at a barrier. Set before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MPLBACKEND", "agg")
+
 
 @pytest.fixture(autouse=True)
 def _outside_any_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests themselves may be started by a run; what they start must not take that run for its own."""
     monkeypatch.delenv("WORKBENCH_RUN_DIR", raising=False)
-    os.environ.setdefault("MPLBACKEND", "agg")
