@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from workbench.experiment import Protocol
 from workbench.experiment.statistics import (
     equivalence,
     log_ratio_interval,
@@ -15,15 +16,16 @@ from workbench.experiment.statistics import (
 
 SIGMA = 0.08
 """Of the log-ratio of neighbouring blocks on shared cores."""
+ROUNDS = Protocol().max_rounds
 
 
-def _rounds(rng: np.random.Generator, effect: float) -> np.ndarray:
-    return math.log1p(effect) + rng.normal(0, SIGMA, 24)
+def _rounds(rng: np.random.Generator, effect: float, sigma: float = SIGMA) -> np.ndarray:
+    return math.log1p(effect) + rng.normal(0, sigma, ROUNDS)
 
 
 def _verdict(ratios: np.ndarray) -> tuple[bool, int]:
-    """Run the sequential rule on 24 made-up rounds; whether it called the arms different, and after how many rounds."""
-    rounds = next((n for n in look_rounds(24) if precise_enough(ratios[:n], 0.95, 0.05)), 24)
+    """Run the sequential rule on made-up rounds; whether it called the arms different, and after how many rounds."""
+    rounds = next((n for n in look_rounds(ROUNDS) if precise_enough(ratios[:n], 0.95, 0.05)), ROUNDS)
     interval = log_ratio_interval(ratios[:rounds], look_confidence(0.95))
     return not interval.low <= 1 <= interval.high, rounds
 
@@ -33,9 +35,10 @@ def test_equal_arms_are_called_different_in_at_most_five_percent() -> None:
     assert np.mean([_verdict(_rounds(rng, 0.0))[0] for _ in range(2000)]) <= 0.05
 
 
-def test_a_ten_percent_difference_is_found() -> None:
+@pytest.mark.parametrize("sigma", [0.02, SIGMA])
+def test_a_ten_percent_difference_is_found(sigma: float) -> None:
     rng = np.random.default_rng(1)
-    assert np.mean([_verdict(_rounds(rng, -0.10))[0] for _ in range(1000)]) >= 0.97
+    assert np.mean([_verdict(_rounds(rng, -0.10, sigma))[0] for _ in range(1000)]) >= 0.97
 
 
 def test_drift_over_rounds_does_not_make_a_difference() -> None:
@@ -55,14 +58,25 @@ def test_drift_over_rounds_does_not_make_a_difference() -> None:
 def test_noise_that_remembers_neither_makes_nor_hides_a_difference(effect: float, least: float, most: float) -> None:
     """A machine whose speed wanders by 20 % but slowly, under each block's own noise; A B B A as the arms take turns."""
     rng, memory, wander, runs = np.random.default_rng(6), 0.95, 0.2, 1000
-    mood_RS = rng.normal(0, wander, (runs, 48))
-    for slot in range(1, 48):
+    mood_RS = rng.normal(0, wander, (runs, 2 * ROUNDS))
+    for slot in range(1, 2 * ROUNDS):
         mood_RS[:, slot] = memory * mood_RS[:, slot - 1] + math.sqrt(1 - memory**2) * mood_RS[:, slot]
-    times_RNA = (mood_RS + rng.normal(0, SIGMA / math.sqrt(2), (runs, 48))).reshape(runs, 24, 2)
-    sign_N = np.where(np.arange(24) % 2, -1.0, 1.0)
+    times_RNA = (mood_RS + rng.normal(0, SIGMA / math.sqrt(2), (runs, 2 * ROUNDS))).reshape(runs, ROUNDS, 2)
+    sign_N = np.where(np.arange(ROUNDS) % 2, -1.0, 1.0)
     log_ratios_RN = sign_N * (times_RNA[:, :, 0] - times_RNA[:, :, 1]) + math.log1p(effect)
     called = np.mean([_verdict(ratios)[0] for ratios in log_ratios_RN])
     assert least <= called <= most
+
+
+def test_a_quiet_machine_stops_at_the_first_look_and_a_noisy_one_goes_on() -> None:
+    rng = np.random.default_rng(7)
+    assert _verdict(_rounds(rng, 0.0, sigma=0.01))[1] == look_rounds(ROUNDS)[0]
+    assert _verdict(_rounds(rng, 0.0, sigma=0.3))[1] == ROUNDS
+
+
+@pytest.mark.parametrize(("rounds", "looks"), [(4, [4]), (12, [12]), (24, [12, 24]), (48, [12, 24, 48])])
+def test_looks_double_and_none_comes_before_the_spread_is_known(rounds: int, looks: list[int]) -> None:
+    assert look_rounds(rounds) == looks
 
 
 def test_stopping_does_not_depend_on_where_the_interval_lies() -> None:

@@ -38,7 +38,7 @@ class Protocol(Spec):
     """How blocks are measured; see "Protocol" in the documentation.
 
     Arms stay alive in their own processes and take turns of ``block_steps`` steps or more, in alternating order. The interval
-    on the paired log-ratios is looked at half way, three quarters and all the way through ``max_rounds``, each look at
+    on the paired log-ratios is looked at a quarter, half and all the way through ``max_rounds``, each look at
     ``(1 - confidence) / 3`` so that the whole keeps ``confidence``.
     """
 
@@ -48,7 +48,7 @@ class Protocol(Spec):
     """Shortest block, in seconds: where steps are short, blocks take more of them. One interruption by another process is much
     of a block of 60 ms: on two crowded cores the log-ratio of neighbouring blocks of 5 steps of 13 ms had σ = 0.42, of 40 such
     steps 0.12 to 0.28. A block counts by its mean: a median would be steadier, and blind to what stalls one step in ten."""
-    max_rounds: Annotated[int, Field(ge=4)] = 24
+    max_rounds: Annotated[int, Field(ge=4)] = 48
     effect: Annotated[float, Field(gt=0)] = 0.05
     """Smallest relative difference asked for; measuring stops once the interval's half-width is under it."""
     confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
