@@ -35,7 +35,10 @@ def one_run(variant: Arm) -> dict[str, Any]:
     )
     with tempfile.TemporaryDirectory() as root:
         finding = ablation.run(root)
+    assert finding.effects, finding.decisions[0].reason
     effect = finding.effects[0]
+    measured = finding.arms[1].measurement
+    assert measured is not None
     return {
         "decision": finding.decisions[0].decision,
         "ratio": round(effect.ratio, 4),
@@ -43,6 +46,7 @@ def one_run(variant: Arm) -> dict[str, Any]:
         "high": round(effect.interval.high, 4),
         "rounds": effect.rounds,
         "stop": effect.stop,
+        "planted": round(measured.extra.get("planted", 0.0), 3),
         "seconds": round(finding.duration_s, 1),
     }
 
@@ -58,6 +62,7 @@ def main() -> None:
         "10 % slower": (Arm(name="slowed", task="slowed:SlowedTask"), "reject"),
     }
     results: dict[str, Any] = {}
+    load = os.getloadavg()
     for k in range(options.runs):
         for case, (variant, wanted) in cases.items():
             run = one_run(variant)
@@ -65,7 +70,8 @@ def main() -> None:
             right = sum(r["decision"] == wanted for r in results[case])
             figure = f"{run['ratio']:.3f} [{run['low']:.3f}, {run['high']:.3f}]"
             print(
-                f"{k + 1:2d} {case:12s} {figure} {run['rounds']:2d} rounds: {run['decision']} ({right}/{k + 1} right)",
+                f"{k + 1:2d} {case:12s} planted {run['planted']:.3f}, found {figure}, {run['rounds']:2d} rounds: "
+                f"{run['decision']} ({right}/{k + 1} right)",
                 flush=True,
             )
     summary = {
@@ -78,6 +84,7 @@ def main() -> None:
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": f"python tests/benchmarks/bench_protocol.py --runs {options.runs}",
             "cores": os.cpu_count(),
+            "load": {"start": load, "end": os.getloadavg()},
             "provenance": collect(),
             "protocol": Protocol().model_dump(),
             "summary": summary,
