@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.trainer.runs import config, equal, weights
 from workbench.data.sources import check_source
@@ -12,7 +13,10 @@ from workbench.errors import Refused
 from workbench.trainer.callbacks import Callback
 from workbench.trainer.config import LossScaling
 from workbench.trainer.loop import Diverged, Evaluation, StepRecord, Trainer
-from workbench.trainer.precision import clip
+from workbench.trainer.meters import StepClock
+from workbench.trainer.optim import make_optimizer
+from workbench.trainer.precision import LossScaler, clip
+from workbench.trainer.step import train_step
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -52,6 +56,7 @@ def test_a_skipped_update_holds_back_the_schedule_and_lowers_the_scale() -> None
     assert first.learning_rate == second.learning_rate
     assert (trainer.step, trainer.updates) == (2, 0)
     assert equal(before, weights(trainer))
+    assert not trainer.optimizer.state
 
 
 def test_static_scaling_never_moves() -> None:
@@ -59,19 +64,56 @@ def test_static_scaling_never_moves() -> None:
     assert [r.loss_scale for r in trainer.train(3)] == [2.0**40] * 3
 
 
+def first_update(**fields: Any) -> float:
+    """2-norm of the weights' change in one SGD step clipped at 0.01, over the learning rate."""
+    trainer = Trainer(config(optimizer="sgd", clip_norm=0.01, weight_decay=0.0, warmup_steps=0, **fields))
+    before = weights(trainer)
+    trainer.train(1)
+    after = weights(trainer)
+    return math.sqrt(sum(float(((after[n] - before[n]) ** 2).sum()) for n in before)) / trainer.config.learning_rate
+
+
 def test_clipping_acts_on_the_gradient_and_not_on_its_scaled_copy() -> None:
-    """With SGD the update shows it: a norm clipped before unscaling would be 65536 times too small."""
-    moved = []
-    for precision in ("fp32", "fp16"):
-        trainer = Trainer(
-            config(precision=precision, optimizer="sgd", clip_norm=0.01, weight_decay=0.0, warmup_steps=0)
-        )
-        before = weights(trainer)
-        trainer.train(1)
-        after = weights(trainer)
-        moved.append(math.sqrt(sum(float(((after[n] - before[n]) ** 2).sum()) for n in before)))
-    assert moved[0] == pytest.approx(0.01 * 1e-3, rel=0.02)
-    assert moved[1] == pytest.approx(moved[0], rel=0.05)
+    assert first_update(precision="fp32") == pytest.approx(0.01, rel=0.02)
+    assert first_update(precision="fp16") == pytest.approx(0.01, rel=0.05)
+
+
+def test_the_wrong_order_of_clipping_and_unscaling_shows_in_an_sgd_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: without a call to unscale before clipping, the scaler unscales what was clipped: 65536 times too little."""
+    monkeypatch.setattr(LossScaler, "unscale", lambda self, optimizer: None)
+    monkeypatch.setattr(LossScaler, "step", lambda self, optimizer: bool(self._scaler.step(optimizer)))
+    assert first_update(precision="fp16") < 0.01 / 1000
+
+
+def test_no_other_trainer_of_the_process_turns_tf32_on_for_fp32() -> None:
+    trainer = Trainer(config())
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    trainer.train(1)
+    assert not torch.backends.cuda.matmul.allow_tf32
+    assert not torch.backends.cudnn.allow_tf32
+
+
+def test_a_step_can_be_taken_without_a_trainer() -> None:
+    model, device = nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), torch.device("cpu")
+    setting = config(micro_batch=5, clip_norm=None)
+    optimizer, clock = make_optimizer(model, setting), StepClock(device)
+    images, labels = torch.ones(16, 1, 8, 8), torch.zeros(16, dtype=torch.long)
+    whole = torch.nn.functional.cross_entropy(model(images), labels).item()
+    clock.begin()
+    outcome = train_step(
+        model,
+        list(model.parameters()),
+        optimizer,
+        LossScaler(setting.loss_scaling, setting.precision, device),
+        images,
+        labels,
+        config=setting,
+        loss_function=torch.nn.functional.cross_entropy,
+        clock=clock,
+    )
+    assert outcome.loss.item() == pytest.approx(whole)
+    assert torch.nn.functional.cross_entropy(model(images), labels).item() < whole
+    assert clock.resolve()[0].forward > 0
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])

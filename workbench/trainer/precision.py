@@ -95,6 +95,6 @@ def clip(parameters: list[Tensor], max_norm: float | None) -> Tensor:
     """
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=True)
     if max_norm is not None:
-        finite_norm = torch.where(torch.isfinite(norm), norm, 0.0)
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, finite_norm, foreach=True)
+        # A norm of 0 clips nothing.
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm.nan_to_num(0.0, 0.0), foreach=True)
     return norm
