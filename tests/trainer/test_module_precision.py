@@ -122,6 +122,14 @@ def test_a_half_precision_rule_inside_an_fp32_model(batch: Tensor) -> None:
     assert row.holds and row.operators["addmm"] == {"bfloat16": 3}
 
 
+def test_a_module_that_never_ran_proves_nothing(batch: Tensor) -> None:
+    model = net()
+    model.add_module("unused", nn.Linear(2, 2))
+    apply_precision(model, {"unused": "fp32"}, "cpu")
+    (row,) = dtype_report(model, batch, {"unused": "fp32"})
+    assert row.operators == {} and not row.holds
+
+
 def test_nested_and_keyword_inputs_are_cast_and_integers_left_alone() -> None:
     seen = {}
 

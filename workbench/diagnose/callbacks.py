@@ -21,7 +21,7 @@ class MonitorGradients(Callback):
         every, updates: as for ``GradientMonitor``.
     """
 
-    def __init__(self, *, every: int = 10, updates: bool = True) -> None:
+    def __init__(self, *, every: int = 20, updates: bool = True) -> None:
         self.every, self.updates = every, updates
         self._monitor: GradientMonitor | None = None
         self._skipped: set[int] = set()

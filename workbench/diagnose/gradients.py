@@ -74,7 +74,7 @@ class GradientMonitor:
         updates: measure the update ratio, for which a monitored step keeps a copy of the weights until its update.
     """
 
-    def __init__(self, model: nn.Module, *, every: int = 10, updates: bool = True) -> None:
+    def __init__(self, model: nn.Module, *, every: int = 20, updates: bool = True) -> None:
         if every < 1:
             raise Refused("every", every, allowed="1 or more steps")
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]

@@ -25,7 +25,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DEFAULT = "default"
 NORM = re.compile(r"(Layer|RMS|Group|Batch|Instance)Norm(\d?d|Act2d)?")
 """Class names that the word ``norm`` in a rule stands for."""
-PRODUCTS = re.compile(r"(mm|bmm|addmm|baddbmm|addmv|mv|dot|convolution|attention)(_|$)|attention")
+PRODUCTS = re.compile(r"(mm|mv|dot|linear|convolution)(_|$)|attention")
 """Operators that autocast runs in half precision: matrix products, convolutions, fused attention."""
 
 
@@ -199,10 +199,11 @@ class DtypeRow:
 
     @property
     def holds(self) -> bool:
-        """fp32: every operator took fp32. Half: every matrix product, convolution and attention took that dtype."""
+        """fp32: every operator took fp32. Half: every matrix product, convolution and attention took that dtype, the rest
+        being autocast's to choose. A module in which no operator ran proves nothing and does not hold."""
         wanted = str(DTYPES[self.wanted]).removeprefix("torch.")
         judged = [d for op, d in self.operators.items() if self.wanted == "fp32" or PRODUCTS.search(op)]
-        return all(dtype == wanted for dtypes in judged for dtype in dtypes)
+        return bool(self.operators) and all(dtype == wanted for dtypes in judged for dtype in dtypes)
 
     @property
     def dtypes(self) -> dict[str, int]:
