@@ -141,6 +141,12 @@ def _not_writable(folder: Path, error: OSError) -> Refused:
     return Refused("output folder", str(folder), allowed=allowed, fix="free space there, or name another root")
 
 
+def current_root() -> Path:
+    """Where the records lie that this kernel's run belongs to: beside it in a batch run, else the default."""
+    batch = os.environ.get(RUN_DIR_VARIABLE)
+    return Path(batch).parent if batch else Path(default_root())
+
+
 def default_root() -> Path:
     return Path(os.environ.get(ROOT_VARIABLE, "runs"))
 

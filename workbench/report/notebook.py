@@ -12,6 +12,7 @@ from workbench.experiment.combine import Contribution, product_of_claims
 from workbench.experiment.finding import Finding
 from workbench.hardware.facts import DeviceFacts
 from workbench.records.query import finding, scan
+from workbench.records.run import current_root
 from workbench.report import tables
 from workbench.report.claims import load_claims
 from workbench.report.style import MARKERS, ratio_axis, render, styled
@@ -71,10 +72,10 @@ def contributions_figure(parts: Sequence[Contribution], *, dark: bool = False) -
         return figure
 
 
-def show_claims(root: str | Path = "runs") -> None:
-    """The claims ledger; beside each claim, the findings in ``root`` that speak to it."""
+def show_claims() -> None:
+    """The claims ledger; beside each claim, the findings among this run's neighbours that speak to it."""
     speaking: dict[str, set[str]] = {}
-    for record in scan(Path(root)):
+    for record in scan(current_root()):
         for claim in finding(record.dir).get("claims", []):
             speaking.setdefault(claim, set()).add(record.notebook)
     rows = [
