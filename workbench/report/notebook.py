@@ -2,7 +2,6 @@
 
 import base64
 from collections.abc import Sequence
-from pathlib import Path
 
 from IPython.display import HTML, display
 from matplotlib.figure import Figure
