@@ -6,10 +6,10 @@ The loops must come to the same weights from the same start; then they take turn
 on two clocks: wall time, and the CPU time of this process, which on a CPU counts the loop's own work and not the turns of other
 processes. Expected: the interval on the ratio lies below 1.02, on the wall clock where the machine is idle. About a minute.
 
-The interval is one process's. Processes differ by about 1 % either way: a bare loop whose step is a function of its own took 2 %
-more than the same loop written out, in system time, as memory is freed at other points. So repeat a run before believing 1 %. What
-the trainer itself costs per step shows where the model costs nothing: ``--model tests.trainer.runs:with_dropout --batch 16
---steps 20 --rounds 200``.
+The interval is one process's. Processes differ by about 1 % either way; in one, a bare loop whose step is a function of its own
+took 2 % more than the same loop written out, mostly in system time, perhaps because memory is freed at other points. So
+repeat a run before believing 1 %. What the trainer itself costs per step shows where the model costs nothing:
+``--model tests.trainer.runs:with_dropout --batch 16 --steps 20 --rounds 200``.
 """
 
 import argparse
