@@ -1,5 +1,6 @@
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ SMALL = {"num_classes": 10, "image_size": 8, "in_channels": 1}
 
 
 @pytest.mark.parametrize("name", VITS)
-def test_formula_counts_every_parameter(name: str) -> None:
+@pytest.mark.parametrize("fields", [{}, {"qk_norm": True, "registers": 4}])
+def test_formula_counts_every_parameter(name: str, fields: dict[str, int]) -> None:
     with torch.device("meta"):
-        model = build_model(name, num_classes=1000, image_size=224, in_channels=3, qk_norm=True, registers=4)
+        model = build_model(name, num_classes=1000, image_size=224, in_channels=3, **fields)
     assert sum(p.numel() for p in model.parameters()) == num_parameters(model.config)  # type: ignore[arg-type]
 
 
@@ -87,6 +89,7 @@ def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         "def picky(depth):\n    return nn.Linear(depth, 1)\n"
         "constant = 3\n"
     )
+    (tmp_path / "their_broken_module.py").write_text("1 / 0")
     monkeypatch.syspath_prepend(tmp_path)
     sys.modules.pop("their_models", None)
     return "their_models"
@@ -102,6 +105,9 @@ def test_a_factory_gets_of_the_datas_arguments_those_it_takes(factories: str) ->
     [
         ("their_models:liner", {}, "linear"),
         ("no_such_module:f", {}, "no_such_module"),
+        ("their_broken_module:f", {}, "ZeroDivisionError"),
+        ("builtins:print", {}, "NoneType"),
+        ("builtins:dict", {}, "Python"),
         ("their_models:broken", {}, "str"),
         ("their_models:constant", {}, "function or class"),
         ("their_models:linear", {"widht": 1}, "widht"),
@@ -122,3 +128,83 @@ def test_a_missing_library_is_named_with_its_extra(name: str, extra: str, monkey
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(Refused, match=rf"workbench\[{extra}\]"):
         build_model(name, **SMALL)
+
+
+def test_an_attention_function_can_be_given_itself() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        seen.append(tuple(q.shape))
+        return v
+
+    model = build_model("vit-nano", **SMALL, attention=attention)
+    model(torch.randn(3, 1, 8, 8))
+    tokens = model.config.num_tokens  # type: ignore[union-attr]
+    assert seen == [(3, 4, tokens, 16)] * 4
+
+
+@pytest.mark.parametrize("shape", [(1, 9, 9), (3, 8, 8), (1, 8, 4)])
+def test_images_of_another_shape_are_refused_and_not_cropped(shape: tuple[int, int, int]) -> None:
+    model = build_model("vit-nano", **SMALL)
+    with pytest.raises(Refused, match=r"\(1, 8, 8\)"):
+        model(torch.randn(2, *shape))
+
+
+def test_a_library_that_breaks_on_import_is_refused_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "timm.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "timm", raising=False)
+    with pytest.raises(Refused, match="nms"):
+        build_model("timm:resnet18", **SMALL)
+
+
+class _Config:
+    """As transformers' configurations do, keeps every keyword without a word."""
+
+    def __init__(self, **fields: object) -> None:
+        self.fields = {"num_labels": 2, "num_channels": 3, "image_size": 224, "patch_size": 16, **fields}
+
+    def to_dict(self) -> dict[str, object]:
+        return self.fields
+
+
+class _Classifier(torch.nn.Module):
+    def __init__(self, config: _Config) -> None:
+        super().__init__()
+        size, channels = config.fields["image_size"], config.fields["num_channels"]
+        self.head = torch.nn.Linear(channels * size**2, config.fields["num_labels"])  # type: ignore[operator]
+
+    def forward(self, pixel_values: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.head(pixel_values.flatten(1)))
+
+
+@pytest.fixture
+def transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The three calls of the library that the adapter makes."""
+
+    def for_model(kind: str, **fields: object) -> _Config:
+        if kind != "vit":
+            raise ValueError(f"Unrecognized model identifier: {kind}")
+        return _Config(**fields)
+
+    library = SimpleNamespace(
+        AutoConfig=SimpleNamespace(for_model=for_model),
+        AutoModelForImageClassification=SimpleNamespace(from_config=_Classifier),
+    )
+    monkeypatch.setitem(sys.modules, "transformers", library)  # type: ignore[arg-type]
+
+
+def test_a_transformers_model_is_built_for_the_data_and_gives_logits(transformers: None) -> None:
+    model = build_model("hf:vit", **SMALL)
+    assert model(torch.randn(2, 1, 8, 8)).shape == (2, 10)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [("hf:vit", {"hiden_size": 8}, "hiden_size"), ("hf:vitt", {}, "vitt"), ("hf:vit", {"num_labels": 0.5}, "built")],
+)
+def test_what_transformers_would_swallow_or_choke_on_is_refused(
+    transformers: None, name: str, arguments: dict[str, int], said: str
+) -> None:
+    with pytest.raises(Refused, match=said):
+        build_model(name, **SMALL, **arguments)

@@ -7,17 +7,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from workbench.models.attention import attention_function
+from workbench.errors import Refused
+from workbench.models.attention import AttentionFunction, attention_function
 from workbench.models.config import VitConfig
 
 
 class Attention(nn.Module):
     """Multi-head self-attention with a pluggable kernel and optional QK-norm."""
 
-    def __init__(self, config: VitConfig) -> None:
+    def __init__(self, config: VitConfig, kernel: AttentionFunction) -> None:
         super().__init__()
-        self.heads = config.heads
-        self.kernel = attention_function(config.attention)
+        self.heads, self.kernel = config.heads, kernel
         self.qkv = nn.Linear(config.width, 3 * config.width)
         self.q_norm = nn.LayerNorm(config.head_dim) if config.qk_norm else nn.Identity()
         self.k_norm = nn.LayerNorm(config.head_dim) if config.qk_norm else nn.Identity()
@@ -43,10 +43,10 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: VitConfig) -> None:
+    def __init__(self, config: VitConfig, kernel: AttentionFunction) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(config.width)
-        self.attn = Attention(config)
+        self.attn = Attention(config, kernel)
         self.norm2 = nn.LayerNorm(config.width)
         self.mlp = Mlp(config)
 
@@ -56,23 +56,32 @@ class Block(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Images (B, C, H, W) to logits (B, K), read off the class token."""
+    """Images (B, C, H, W) to logits (B, K), read off the class token.
 
-    def __init__(self, config: VitConfig) -> None:
+    Args:
+        attention: a function of q, k and v instead of the one that ``config.attention`` names.
+
+    Raises:
+        Refused: images of another size or number of channels than the configuration's.
+    """
+
+    def __init__(self, config: VitConfig, attention: AttentionFunction | None = None) -> None:
         super().__init__()
         self.config = config
+        kernel = attention or attention_function(config.attention)
         self.patch_embed = nn.Conv2d(config.in_channels, config.width, config.patch_size, config.patch_size)
         self.cls_token = nn.Parameter(torch.empty(1, 1, config.width))
         self.register_tokens = (
             nn.Parameter(torch.empty(1, config.registers, config.width)) if config.registers else None
         )
         self.pos_embed = nn.Parameter(torch.empty(1, config.num_patches + 1, config.width))
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
+        self.blocks = nn.ModuleList(Block(config, kernel) for _ in range(config.depth))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.num_classes)
         self.reset_parameters()
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
+        self._check(x_BCHW)
         x_BND = self.patch_embed(x_BCHW).flatten(2).transpose(1, 2)
         x_BND = torch.cat([self.cls_token.expand(len(x_BND), -1, -1).type_as(x_BND), x_BND], dim=1)
         x_BND = x_BND + self.pos_embed
@@ -82,6 +91,17 @@ class VisionTransformer(nn.Module):
         for block in self.blocks:
             x_BND = block(x_BND)
         return self.head(self.norm(x_BND[:, 0]))
+
+    def _check(self, x_BCHW: Tensor) -> None:
+        """A convolution would drop the pixels that fill no patch, in silence."""
+        size, config = self.config.image_size, self.config
+        if x_BCHW.shape[1:] != (config.in_channels, size, size):
+            raise Refused(
+                "images of shape (C, H, W)",
+                tuple(x_BCHW.shape[1:]),
+                allowed=f"({config.in_channels}, {size}, {size})",
+                fix="build the model with the data's in_channels and image_size",
+            )
 
     def reset_parameters(self) -> None:
         """The original's initialisation, which suits every width: Xavier for linear layers, fan-in for patches, zero head.
