@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from workbench.errors import Refused
 
 PROBE_TIMEOUT_S = 180
-FORMAT = 2
+FORMAT = 3
 """Of a cached answer; raised when the probe measures something else."""
 NO_DEVICE = 3
 """Exit code of the probe when the device asked for is not there; its last line says which are."""
@@ -41,7 +41,9 @@ class DeviceFacts(BaseModel):
     bandwidth_source: str
     """``datasheet`` or ``measured copy``."""
     matmul_flops: dict[str, float] = {}
-    """What a large matrix product reached here, by precision; empty where the device was not measured."""
+    """What a large linear layer's three products, forward and backward, reached here, by precision; empty if not measured."""
+    attention_flops: dict[str, float] = {}
+    """What fused attention over 256 tokens reached here, forward and backward, the recomputed scores counted."""
     copy_bandwidth: float | None = None
     """What a large copy reached here, bytes read and written per second."""
     op_overhead_s: float

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from workbench.hardware.facts import NO_DEVICE, DeviceFacts
 from workbench.hardware.limits import memory_limit
@@ -31,18 +32,19 @@ def main(asked: str) -> int:
 
 
 def _cpu() -> DeviceFacts:
-    rates = {name: _matmul_rate(dtype, 512, "cpu") for name, dtype in DTYPES.items()}
+    peaks = {name: _product_rate(dtype, 512, "cpu") for name, dtype in DTYPES.items()}
     copied = _copy_rate("cpu", 2**26)
     return DeviceFacts(
         device="cpu",
         kind="cpu",
         name=_cpu_name(),
         memory_bytes=memory_limit(),
-        peak_flops=rates,
+        peak_flops=peaks,
         peak_source="measured matmul",
         memory_bandwidth=copied,
         bandwidth_source="measured copy",
-        matmul_flops=rates,
+        matmul_flops={name: _linear_rate(dtype, 256, "cpu") for name, dtype in DTYPES.items()},
+        attention_flops={name: _attention_rate(dtype, 2, "cpu") for name, dtype in DTYPES.items()},
         copy_bandwidth=copied,
         op_overhead_s=_op_overhead("cpu"),
         torch_version=torch.__version__,
@@ -53,10 +55,13 @@ def _cpu() -> DeviceFacts:
 def _cuda(device: torch.device) -> DeviceFacts:
     name = torch.cuda.get_device_name(device)
     entry = datasheet(name)
-    rates = {k: _matmul_rate(dtype, 8192, device) for k, dtype in DTYPES.items()}
-    if torch.cuda.get_device_capability(device) >= (8, 0):
+    sheet = {k: entry[k] * 1e12 for k in PRECISIONS if k in entry} if entry else None
+    peaks = sheet or {k: _product_rate(dtype, 8192, device) for k, dtype in DTYPES.items()}
+    rates = {k: _linear_rate(dtype, 8192, device) for k, dtype in DTYPES.items()}
+    attention = {k: _attention_rate(dtype, 512, device) for k, dtype in DTYPES.items()}
+    if torch.version.cuda and torch.cuda.get_device_capability(device) >= (8, 0):
         torch.backends.cuda.matmul.allow_tf32 = True
-        rates["tf32"] = _matmul_rate(torch.float32, 8192, device)
+        rates["tf32"] = _linear_rate(torch.float32, 8192, device)
     copied = _copy_rate(device, 2**30)
     nvml = Nvml(device)
     return DeviceFacts(
@@ -65,11 +70,12 @@ def _cuda(device: torch.device) -> DeviceFacts:
         name=name,
         count=torch.cuda.device_count(),
         memory_bytes=torch.cuda.get_device_properties(device).total_memory,
-        peak_flops={k: entry[k] * 1e12 for k in PRECISIONS if k in entry} if entry else rates,
+        peak_flops=peaks,
         peak_source="datasheet" if entry else "measured matmul",
         memory_bandwidth=entry["bandwidth"] * 1e9 if entry else copied,
         bandwidth_source="datasheet" if entry else "measured copy",
         matmul_flops=rates,
+        attention_flops=attention,
         copy_bandwidth=copied,
         op_overhead_s=_op_overhead(device),
         power_cap_watts=nvml.power_cap_watts(),
@@ -100,13 +106,38 @@ def _seconds(run: Callable[[], object], device: torch.device | str, at_least_s: 
     return min(times)
 
 
-def _matmul_rate(dtype: torch.dtype, n: int, device: torch.device | str) -> float:
-    """Achieved FLOP/s of an n × n linear layer, 2n³ operations; on random values, since zeros can run faster.
+def _product_rate(dtype: torch.dtype, n: int, device: torch.device | str) -> float:
+    """Achieved FLOP/s of one n × n product; on random values, since zeros can run faster. What no step exceeds.
 
     A linear layer and not ``a @ b``: on CPUs without half-precision units the two take different paths, 10× apart.
     """
-    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-    return 2 * n**3 / _seconds(lambda: torch.nn.functional.linear(a, b), device)
+    x, weight = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    return 2 * n**3 / _seconds(lambda: F.linear(x, weight), device)
+
+
+def _linear_rate(dtype: torch.dtype, n: int, device: torch.device | str) -> float:
+    """Achieved FLOP/s of an n × n linear layer over n rows, forward and backward: what a training step can hope for.
+
+    The weight gradient's product reads both factors across, and is slower: in TF32 it takes up to twice the forward's time.
+    """
+    x, weight = (torch.randn(n, n, device=device).to(dtype).requires_grad_() for _ in range(2))
+    gradient = torch.randn(n, n, device=device).to(dtype)
+
+    def both() -> None:
+        torch.autograd.grad(F.linear(x, weight), (x, weight), gradient)
+
+    return 6 * n**3 / _seconds(both, device)
+
+
+def _attention_rate(dtype: torch.dtype, heads: int, device: torch.device | str, n: int = 256, width: int = 64) -> float:
+    """Achieved FLOP/s of fused attention, its two products forward and five backward."""
+    q, k, v = (torch.randn(1, heads, n, width, device=device).to(dtype).requires_grad_() for _ in range(3))
+    gradient = torch.randn(1, heads, n, width, device=device).to(dtype)
+
+    def both() -> None:
+        torch.autograd.grad(F.scaled_dot_product_attention(q, k, v), (q, k, v), gradient)
+
+    return 7 * 2 * heads * n * n * width / _seconds(both, device)
 
 
 def _copy_rate(device: torch.device | str, size: int) -> float:
