@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from workbench.models.build import build_model
 from workbench.models.config import vit_config
-from workbench.planner.flops import forward_flops, forward_operators, model_flops
+from workbench.planner.flops import forward_flops, model_flops, operators
 
 
 @pytest.mark.parametrize("fields", [{}, {"qk_norm": True, "registers": 3}])
@@ -30,6 +30,6 @@ def test_attention_is_counted_alike_whatever_computes_it() -> None:
 
 def test_autocast_adds_conversions_and_no_flops() -> None:
     vit = vit_config("vit-s")
-    plain, cast = (forward_operators(vit, 2, autocast=on) for on in (False, True))
+    plain, cast = (operators(vit, 2, autocast=on) for on in (False, True))
     assert sum(o.flops for o in plain) == sum(o.flops for o in cast)
     assert sum(o.full for o in plain) < sum(o.full for o in cast)

@@ -16,6 +16,7 @@ class MemoryLedger(NamedTuple):
     """Bytes by what they are for, and the peak over a step.
 
     Attributes:
+        images: the global batch, all of it on the device.
         casts: half-precision copies of the weights, which the backward pass needs as well.
         transient: gradients on their way through the layer where the backward pass begins.
         update: what the optimizer holds besides while it updates.
@@ -26,6 +27,7 @@ class MemoryLedger(NamedTuple):
     gradients: float
     optimizer: float
     activations: float
+    images: float
     casts: float
     transient: float
     update: float
@@ -44,7 +46,7 @@ class MemoryLedger(NamedTuple):
         Gradients are freed after the update, and are there during the forward only when micro-batches accumulate into them.
         """
         begin = self.activations + self.casts + self.transient + (self.gradients if self.accumulates else 0.0)
-        return self.parameters + self.optimizer + max(begin, self.gradients + self.update)
+        return self.parameters + self.optimizer + self.images + max(begin, self.gradients + self.update)
 
 
 def activation_values(vit: VitConfig, batch: int, *, gpu_autocast: bool = False) -> tuple[float, float]:
@@ -80,18 +82,18 @@ def memory_ledger(
     vit: VitConfig,
     *,
     batch: int,
+    global_batch: int | None = None,
     precision: str = "fp32",
     optimizer: str = "adamw",
     fused_optimizer: bool = False,
-    accumulates: bool = False,
     kind: str = "cuda",
 ) -> MemoryLedger:
     """Bytes of a training step with ``batch`` samples per forward pass; weights, gradients and moments are fp32.
 
     Args:
+        global_batch: samples of a step, where it has several forward passes.
         precision: of the autocast region: ``fp32``, ``tf32``, ``bf16``, ``fp16`` or ``fp8``.
         fused_optimizer: an optimizer in one kernel; a multi-tensor AdamW holds one value more per parameter as it updates.
-        accumulates: whether a step has several forward passes.
         kind: of device, ``cpu`` or ``cuda``.
 
     Raises:
@@ -108,10 +110,11 @@ def memory_ledger(
         gradients=4 * params,
         optimizer=4 * OPTIMIZER_VALUES[optimizer] * params,
         activations=half * size + full * 4,
+        images=4 * (global_batch or batch) * vit.in_channels * vit.image_size**2,
         casts=2 * cast_parameters(vit) if size == 2 else 0,
         transient=tokens * (2 * vit.width * 4 + 2 * vit.mlp_width * size),
         update=4 * params if optimizer == "adamw" and not fused_optimizer else 0,
-        accumulates=accumulates,
+        accumulates=(global_batch or batch) > batch,
     )
 
 

@@ -9,9 +9,12 @@ MATRIX_EFFICIENCY = {"datasheet": 0.8, "measured matmul": 1.0}
 public table of maximum achievable matmul rates (ml-engineering); a measured peak is already what is reached."""
 BANDWIDTH_EFFICIENCY = {"datasheet": 0.9, "measured copy": 1.0}
 """Share of the datasheet's bandwidth that a large copy reaches: 4.3 of 4.8 TB/s on an H200."""
-ATTENTION_EFFICIENCY = 0.5
-"""A fused attention kernel's rate over a matrix product's: between its products the softmax runs on no matrix unit. Forward and
-backward of FlashAttention-2 against the same machines' products (Dao 2023; Shah et al. 2024)."""
+POINTWISE_EFFICIENCY = 0.6
+"""Share of a copy's bandwidth that norms, mixed-precision additions, sums and strided copies reach: 2.3, 2.5, 1.1 and 1.6 of
+4.1 TB/s on an H200, where GELU reaches 2.9 to 4.1."""
+ATTENTION_EFFICIENCY = {"fp32": 0.36, "half": 0.17}
+"""A fused attention kernel's rate over a matrix product's, forward and backward together, where it was not measured: on an H200
+at 197 tokens and head_dim 64. Short sequences keep matrix units waiting for the softmax."""
 
 
 def peak_rate(facts: DeviceFacts, precision: str) -> float | None:
@@ -31,19 +34,25 @@ def bandwidth(facts: DeviceFacts) -> float:
     return facts.copy_bandwidth or facts.memory_bandwidth * BANDWIDTH_EFFICIENCY[facts.bandwidth_source]
 
 
-def operator_seconds(operator: Operator, precision: str, facts: DeviceFacts) -> tuple[float, float]:
-    """Seconds of the device for the forward and the backward pass of one kind of operator, launches left out."""
-    if operator.kernel == "pointwise":
-        rate = matrix_rate(facts, "fp32")
-    elif operator.kernel == "attention":  # fp8 is for linear layers; attention between them runs in bf16
-        rate = matrix_rate(facts, "bf16" if precision == "fp8" else precision) * ATTENTION_EFFICIENCY
+def attention_rate(facts: DeviceFacts, precision: str) -> float:
+    """What a fused attention kernel reaches. In fp32 it uses no TF32, whatever the mode; between fp8 layers it runs in bf16."""
+    dtype = {"tf32": "fp32", "fp8": "bf16"}.get(precision, precision)
+    share = ATTENTION_EFFICIENCY["fp32" if dtype == "fp32" else "half"]
+    return facts.attention_flops.get(dtype) or matrix_rate(facts, dtype) * share
+
+
+def operator_seconds(operator: Operator, precision: str, facts: DeviceFacts) -> float:
+    """Seconds of the device for the forward and backward pass of one kind of operator, launches left out."""
+    size = value_bytes(precision)
+    if operator.kernel == "matrix":
+        rate, speed = matrix_rate(facts, precision), bandwidth(facts)
+    elif operator.kernel == "attention":
+        rate, speed = attention_rate(facts, precision), bandwidth(facts)
     else:
-        rate = matrix_rate(facts, precision)
-    arithmetic = operator.flops / rate
-    traffic = (operator.half * value_bytes(precision) + operator.full * 4) / bandwidth(facts)
-    return (
-        max(arithmetic, traffic),
-        max(arithmetic * operator.backward_flops, traffic * operator.backward_traffic),
+        rate, speed = matrix_rate(facts, "fp32"), bandwidth(facts) * POINTWISE_EFFICIENCY
+    forward = max(operator.flops / rate, (operator.half * size + operator.full * 4) / speed)
+    return forward + max(
+        operator.backward_flops / rate, (operator.backward_half * size + operator.backward_full * 4) / speed
     )
 
 
