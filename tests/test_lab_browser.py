@@ -13,7 +13,7 @@ import nbformat
 import psutil
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import BrowserContext, Locator, Page, expect
 
 from tests.browser import chromium, find_chromium
 from tests.samples import sample_finding
@@ -95,13 +95,18 @@ def _address(server: subprocess.Popen, runtime: Path, log: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def output(lab: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Page, Locator]]:
-    """The page, and the output of the cell after "Run All Cells"."""
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrowserContext]:
     with chromium(tmp_path_factory.mktemp("profile"), viewport={"width": 1280, "height": 1100}) as context:
-        page = context.new_page()
-        _run_all(page, f"{lab[0]}lab/tree/panel.ipynb?token={TOKEN}")
-        expect(page.locator(".jp-InputPrompt").first).to_have_text("[1]:", timeout=60_000)
-        yield page, page.locator(".jp-OutputArea").first
+        yield context
+
+
+@pytest.fixture(scope="module")
+def output(lab: tuple[str, Path], browser: BrowserContext) -> tuple[Page, Locator]:
+    """The page, and the output of the cell after "Run All Cells"."""
+    page = browser.new_page()
+    _run_all(page, f"{lab[0]}lab/tree/panel.ipynb?token={TOKEN}")
+    expect(page.locator(".jp-InputPrompt").first).to_have_text("[1]:", timeout=60_000)
+    return page, page.locator(".jp-OutputArea").first
 
 
 def test_show_draws_the_panel_with_one_figure(output: tuple[Page, Locator]) -> None:
@@ -131,33 +136,29 @@ def test_scale_and_arms_redraw_the_figure(output: tuple[Page, Locator]) -> None:
 
 
 def test_a_run_shows_progress_leaves_the_kernel_responsive_and_stops_on_interrupt(
-    lab: tuple[str, Path], tmp_path: Path
+    lab: tuple[str, Path], browser: BrowserContext
 ) -> None:
     address, work = lab
-    with chromium(tmp_path / "profile", viewport={"width": 1280, "height": 900}) as context:
-        page = context.new_page()
-        _run_all(page, f"{address}lab/workspaces/live/tree/live.ipynb?token={TOKEN}")
-        progress = page.locator(".jp-CodeCell").nth(1).locator(".jp-OutputArea")
-        expect(progress).to_contain_text(re.compile(r"round \d+/100000 .* left"), timeout=60_000)
-        page.get_by_role("button", name="touch").click()
-        expect(page.locator(".jp-CodeCell").first).to_contain_text("touched", timeout=15_000)
-        arms = [
-            p
-            for p in psutil.process_iter(["cmdline"])
-            if "workbench.experiment.arm_process" in (p.info["cmdline"] or [])
-        ]
-        assert len(arms) >= 2
-        page.get_by_role("menuitem", name="Kernel", exact=True).click()
-        page.get_by_role("menuitem", name="Interrupt Kernel").click()
-        expect(progress).to_contain_text("ended by KeyboardInterrupt", timeout=15_000)
-        _, alive = psutil.wait_procs([p for p in arms if _below(p, work)], timeout=10)
-        assert not alive
+    page = browser.new_page()
+    _run_all(page, f"{address}lab/workspaces/live/tree/live.ipynb?token={TOKEN}")
+    progress = page.locator(".jp-CodeCell").nth(1).locator(".jp-OutputArea")
+    expect(progress).to_contain_text(re.compile(r"round \d+/100000 .* left"), timeout=60_000)
+    page.get_by_role("button", name="touch").click()
+    expect(page.locator(".jp-CodeCell").first).to_contain_text("touched", timeout=15_000)
+    arms = [p for p in psutil.process_iter(["cmdline"]) if _is_arm(p, work)]
+    assert len(arms) == 2
+    page.get_by_role("menuitem", name="Kernel", exact=True).click()
+    page.get_by_role("menuitem", name="Interrupt Kernel").click()
+    expect(progress).to_contain_text("ended by KeyboardInterrupt", timeout=15_000)
+    _, alive = psutil.wait_procs(arms, timeout=10)
+    assert not alive
     assert scan(work / "runs")[-1].status == "interrupted"
 
 
-def _below(process: psutil.Process, folder: Path) -> bool:
+def _is_arm(process: psutil.Process, folder: Path) -> bool:
+    """Whether a process is an arm of a run that was started in ``folder``."""
     try:
-        return Path(process.cwd()) == folder
+        return "workbench.experiment.arm_process" in (process.info["cmdline"] or []) and Path(process.cwd()) == folder
     except psutil.Error:
         return False
 
