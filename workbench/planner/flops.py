@@ -47,11 +47,12 @@ class Operator(NamedTuple):
         )
 
 
-def operators(vit: VitConfig, batch: int, *, autocast: bool = False) -> list[Operator]:
+def operators(vit: VitConfig, batch: int, *, autocast: bool = False, fp8: bool = False) -> list[Operator]:
     """Operators of one forward and backward pass of ``batch`` images.
 
     With ``autocast`` the conversions that it inserts are operators too: every weight and bias once a forward pass, the fp32
-    outputs of norms on their way into a linear layer, the stream's gradient on its way into a branch.
+    outputs of norms on their way into a linear layer, the stream's gradient on its way into a branch. With ``fp8`` so is what
+    finds each tensor's scale and applies it, pass by pass as the trainer does.
     """
     b, d, f = batch, vit.width, vit.mlp_width
     t = b * vit.num_tokens
@@ -77,6 +78,8 @@ def operators(vit: VitConfig, batch: int, *, autocast: bool = False) -> list[Ope
         layer.append(
             Operator("branch gradient casts", "cast", backward_half=2 * t * d, backward_full=2 * t * d, calls=0)
         )
+    if fp8:
+        layer.append(_quantisation(t * (3 * d + f) + 4 * d * d + 2 * d * f, t * (5 * d + f)))
     outside = [_cast("outer casts", pixels * d + d * vit.num_classes + t * d)._replace(calls=6)] if autocast else []
     embedding = _linear("patch embedding", b * vit.num_patches, pixels, d)
     return [
@@ -116,6 +119,15 @@ def _norm(name: str, size: int) -> Operator:
 
 def _cast(name: str, size: int) -> Operator:
     return Operator(name, "cast", half=size, full=size, backward_half=size, backward_full=size)
+
+
+def _quantisation(factors: int, gradients: int) -> Operator:
+    """Absolute values, their largest, then in fp32 divided and clamped: 4 reads and writes in half precision, 6 in fp32.
+
+    Forward of every linear layer's input and weight, backward of its output's gradient.
+    """
+    values = {"half": 4 * factors, "full": 6 * factors, "backward_half": 4 * gradients, "backward_full": 6 * gradients}
+    return Operator("fp8 quantisation", "pointwise", calls=4 * 2 * 5, **values)
 
 
 def _attention(vit: VitConfig, batch: int, autocast: bool) -> list[Operator]:

@@ -8,6 +8,8 @@ from workbench.planner.params import cast_parameters, num_parameters
 
 BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 """Of a value in the autocast region. fp8 layers take in and give out bf16."""
+CAST_BYTES = {"fp32": 0, "tf32": 0, "bf16": 2, "fp16": 2, "fp8": 1}
+"""Of the copy of a weight that the backward pass reads."""
 OPTIMIZER_VALUES = {"adamw": 2, "sgd": 1}
 """fp32 values per parameter that the optimizer keeps: two moments for Adam, momentum for SGD."""
 
@@ -105,13 +107,15 @@ def memory_ledger(
     params = num_parameters(vit)
     half, full = activation_values(vit, batch, gpu_autocast=size == 2 and kind == "cuda")
     tokens = batch * vit.num_tokens
+    # fp8 layers keep their inputs in one byte, but the attention's output is kept in bf16 by the attention besides.
+    saved = vit.depth * tokens * (vit.width + vit.mlp_width) if precision == "fp8" else 0
     return MemoryLedger(
         parameters=4 * params,
         gradients=4 * params,
         optimizer=4 * OPTIMIZER_VALUES[optimizer] * params,
-        activations=half * size + full * 4,
+        activations=half * size + full * 4 - saved,
         images=4 * (global_batch or batch) * vit.in_channels * vit.image_size**2,
-        casts=2 * cast_parameters(vit) if size == 2 else 0,
+        casts=CAST_BYTES[precision] * cast_parameters(vit),
         transient=tokens * (2 * vit.width * 4 + 2 * vit.mlp_width * size),
         update=4 * params if optimizer == "adamw" and not fused_optimizer else 0,
         accumulates=(global_batch or batch) > batch,

@@ -82,7 +82,7 @@ def utilisation(vit: VitConfig, samples_per_s: float, facts: DeviceFacts, precis
 
 def _pass_times(vit: VitConfig, batch: int, precision: str, facts: DeviceFacts) -> tuple[float, float]:
     """Seconds of the device and of the host for one forward and backward pass."""
-    listed = operators(vit, batch, autocast=value_bytes(precision) == 2)
+    listed = operators(vit, batch, autocast=value_bytes(precision) == 2, fp8=precision == "fp8")
     device = sum(roofline.operator_seconds(o, precision, facts) for o in listed)
     launches = sum(o.calls * (HOST_PER_CAST if o.kernel == "cast" else HOST_PER_OPERATOR[facts.kind]) for o in listed)
     return device, launches * (1 + BACKWARD_CALLS) * facts.op_overhead_s
