@@ -57,8 +57,8 @@ def activation_values(vit: VitConfig, batch: int, *, gpu_autocast: bool = False)
     After Korthikanti et al. 2022, counted for our block, t = batch · tokens. In the autocast dtype t·(6d + 2f) a layer: the
     inputs of qkv and fc1 (d each), q, k and v (3d), the attention's output, which proj reads (d), GELU's input and output (f
     each). In fp32 the two norms' inputs. A flash kernel adds a log-sum-exp per row, eager attention batch · heads · tokens²
-    scores. That formulas of the form tokens² · heads · parameters · bytes are about does not make them right: scores are
-    tokens² values a head, however many parameters produce them.
+    scores. The formula tokens² · heads · parameters · 4 bytes, which one meets, has wrong dimensions: a head's scores are tokens²
+    values however many parameters produce them.
 
     Args:
         gpu_autocast: autocast on a GPU runs softmax and norms in fp32, and so keeps eager scores and what QK-norm reads twice.
@@ -67,9 +67,8 @@ def activation_values(vit: VitConfig, batch: int, *, gpu_autocast: bool = False)
     t = batch * n
     half = t * (6 * d + 2 * f)
     full = 2 * t * d
-    if (
-        vit.qk_norm
-    ):  # the normalised q and k, and the output once more: its layout now follows theirs, and proj copies it
+    if vit.qk_norm:
+        # The normalised q and k, and the output once more: its layout now follows theirs, and proj copies it.
         half += 3 * t * d
         full += 2 * t * d if gpu_autocast else 0
     if vit.attention == "eager":
