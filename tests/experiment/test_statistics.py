@@ -79,6 +79,16 @@ def test_looks_double_and_none_comes_before_the_spread_is_known(rounds: int, loo
     assert look_rounds(rounds) == looks
 
 
+def test_rounds_that_resemble_their_neighbours_widen_the_interval() -> None:
+    """Single rounds taken as independent would miss the truth in 15 % of these."""
+    rng, correlation = np.random.default_rng(8), 0.3
+    rounds_RN = rng.normal(0, SIGMA, (1000, ROUNDS))
+    for k in range(1, ROUNDS):
+        rounds_RN[:, k] = correlation * rounds_RN[:, k - 1] + math.sqrt(1 - correlation**2) * rounds_RN[:, k]
+    intervals = [log_ratio_interval(rounds, 0.95) for rounds in rounds_RN]
+    assert np.mean([not i.low <= 1 <= i.high for i in intervals]) <= 0.10
+
+
 def test_stopping_does_not_depend_on_where_the_interval_lies() -> None:
     ratios = np.random.default_rng(3).normal(0, 0.02, 12)
     assert precise_enough(ratios, 0.95, 0.05) == precise_enough(ratios + 5, 0.95, 0.05)
