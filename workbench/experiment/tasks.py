@@ -10,6 +10,7 @@ import psutil
 from workbench.hardware.facts import DeviceFacts
 from workbench.models.config import VITS, vit_config
 from workbench.planner.predict import utilisation
+from workbench.trainer.callbacks import Callback
 from workbench.trainer.config import TrainConfig
 from workbench.trainer.loop import StepRecord, Trainer
 
@@ -90,7 +91,8 @@ class TrainTask:
     def guard_run(self, seed: int, steps: int, on_step: OnStep) -> GuardRun:
         if hasattr(self, "trainer"):
             del self.trainer  # the blocks are over: an arm that fits should not be out of memory with two models
-        run = Trainer(self.config.model_copy(update={"seed": seed, "steps": steps}))
+        config = self.config.model_copy(update={"seed": seed, "steps": steps})
+        run = Trainer(config, callbacks=self.guard_callbacks())
         records: list[StepRecord] = []
 
         def keep(record: StepRecord) -> None:
@@ -101,6 +103,10 @@ class TrainTask:
             run.train(1, keep)
         result = run.evaluate()
         return GuardRun(result.loss, result.accuracy, trajectories(records))
+
+    def guard_callbacks(self) -> list[Callback]:
+        """What watches the next guard run."""
+        return []
 
     def _mfu(self, step_time: float) -> dict[str, float]:
         if self.config.model not in VITS:

@@ -1,5 +1,6 @@
 """A small residual network (He et al. 2016) with the usual layer names, for small images and for the stability case."""
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -46,3 +47,17 @@ class ResNet(nn.Module):
         for number in range(1, 5):
             x_BCHW = self.get_submodule(f"layer{number}")(x_BCHW)
         return self.fc(x_BCHW.mean(dim=(2, 3)))
+
+
+def badly_initialised(
+    *, num_classes: int, in_channels: int, image_size: int, width: int = 4, gain: float = 1.0
+) -> ResNet:
+    """A planted fault: a ``ResNet`` whose ``layer4.conv1`` starts ``gain`` times as large as Kaiming initialisation has it.
+
+    The batch norm behind it divides the gain out again, so that the network computes the same and learns as well, until an
+    output of that convolution no longer fits its number format. A gain of 1 is the healthy network.
+    """
+    model = ResNet(num_classes=num_classes, in_channels=in_channels, image_size=image_size, width=width)
+    with torch.no_grad():
+        model.get_parameter("layer4.conv1.weight").mul_(gain)
+    return model
