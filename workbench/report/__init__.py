@@ -7,6 +7,7 @@ _HOMES = {
     "show": "panel",
     "show_claims": "notebook",
     "show_contributions": "notebook",
+    "show_explosion": "gradients",
     "show_machine": "notebook",
     "show_prediction": "notebook",
 }

@@ -167,7 +167,8 @@ def distribution(finding: Finding, arms: list[ArmResult], log: bool) -> Figure:
 @_view
 def trajectories(finding: Finding, arms: list[ArmResult], log: bool) -> Figure:
     """Curves over the guard's steps: loss, gradient norm, loss scale and whatever else an arm recorded."""
-    recorded = {name for arm in arms for name, series in arm.trajectories.items() if series}
+    # Series of single layers, such as gradient/layer4.conv1, are a heatmap's.
+    recorded = {name for arm in arms for name, series in arm.trajectories.items() if series and "/" not in name}
     names = [n for n in SERIES_ORDER if n in recorded] + sorted(recorded - set(SERIES_ORDER))
     if not names:
         return _empty("None of the chosen arms recorded a curve.")
