@@ -6,6 +6,10 @@ notebook it is an ordinary ``ValueError``.
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 
 class Refused(ValueError):
@@ -35,3 +39,19 @@ def nearest(name: str, options: Iterable[str]) -> str:
     if close:
         return "did you mean " + " or ".join(repr(c) for c in close) + "?"
     return "choose from " + ", ".join(known)
+
+
+def refusal(of: str, error: "ValidationError", fields: Iterable[str] = ()) -> Refused:
+    """What pydantic found wrong first in a value, as a refusal.
+
+    Args:
+        of: what was to be made, such as ``TrainConfig``.
+        fields: names that it has, to offer the nearest one for a name that it has not.
+    """
+    first = error.errors()[0]
+    name = ".".join(map(str, first["loc"])) or of
+    if first["type"] == "extra_forbidden":
+        return Refused(f"field of {of}", name, fix=nearest(name, fields))
+    said = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    value = first["input"] if first["loc"] else None
+    return Refused(f"{name} of {of}" if first["loc"] else f"{of}: {said}", value, allowed=said if first["loc"] else "")

@@ -70,7 +70,7 @@ def test_a_guard_run_does_not_hold_a_second_model(monkeypatch: pytest.MonkeyPatc
     task = TrainTask(QUICK, FACTS)
     alive = []
 
-    def build(config: TrainConfig) -> Any:
+    def build(config: TrainConfig, **_: Any) -> Any:
         alive.append(hasattr(task, "trainer"))
         return trainer(config)
 

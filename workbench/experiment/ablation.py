@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from workbench.errors import refusal
 from workbench.experiment.finding import Finding, PredictionCheck
 from workbench.trainer.config import TrainConfig
 
@@ -13,6 +14,13 @@ TRAIN_TASK = "workbench.experiment.tasks:TrainTask"
 
 class Spec(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def __init__(self, **fields: Any) -> None:
+        """Raises ``Refused`` for a field that is unknown or out of range."""
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise refusal(type(self).__name__, error, type(self).model_fields) from None
 
 
 class Arm(Spec):

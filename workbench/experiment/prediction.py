@@ -24,6 +24,7 @@ def predict_arm(config: TrainConfig, facts: DeviceFacts) -> StepPrediction | Non
         micro_batch=config.micro_batch,
         precision=config.precision,
         optimizer=config.optimizer,
+        fused_optimizer=config.fused_optimizer,
         facts=facts,
     )
 

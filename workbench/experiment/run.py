@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
 from pydantic_core import PydanticSerializationError
 
 from workbench.data.sources import check_source
@@ -110,10 +109,8 @@ def arm_config(workload: TrainConfig, arm: Arm) -> TrainConfig:
             allowed="numbers, strings, lists and mappings",
             fix="name a function as 'package.module:function'; turn an array's number into int or float",
         ) from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "settings"
-        raise Refused(f"{where} of arm {arm.name!r}", first["input"], allowed=first["msg"]) from None
+    except Refused as refusal:
+        raise Refused(f"arm {arm.name!r}: {refusal}") from None
 
 
 def _merge(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from workbench.errors import refusal
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -63,6 +65,19 @@ class TrainConfig(BaseModel):
     compile: bool = False
     num_workers: Annotated[int, Field(ge=0)] = 0
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+
+    def __init__(self, **fields: Any) -> None:
+        """Raises ``Refused`` for a field that is unknown or out of range."""
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise refusal("TrainConfig", error, type(self).model_fields) from None
+
+    @model_validator(mode="after")
+    def _data_decides_its_own_shape(self) -> "TrainConfig":
+        if taken := {"num_classes", "image_size", "in_channels"} & self.model_args.keys():
+            raise ValueError(f"model_args cannot set {sorted(taken)[0]}, which is the data's to say")
+        return self
 
     @model_validator(mode="after")
     def _micro_batch_fits(self) -> "TrainConfig":
