@@ -33,10 +33,11 @@ class RatioInterval(NamedTuple):
 def log_ratio_interval(log_ratios: ArrayLike, confidence: float) -> RatioInterval:
     """Student t interval on the mean of paired log-ratios, given back as ratios; infinite with fewer than two.
 
-    Its spread is that of means over batches of neighbouring rounds (batch means, Law and Kelton): 2, 3 and 4 rounds a batch at
-    12, 24 and 48, single rounds below. On crowded cores neighbouring rounds resemble each other, and t on single rounds is too
-    narrow: between equal arms, mean over error had a root mean square of 1.5 where independent rounds give 1.1. In made-up
-    rounds with a correlation of 0.3 the sequential rule calls 8 % of equal arms different on single rounds, 5.5 % on batches.
+    Its spread is that of means over batches of neighbouring rounds (batch means, Law and Kelton): 2, 3 and 4 rounds a batch
+    at 12, 24 and 48, single rounds below. On crowded cores neighbouring rounds resemble each other, and t on single rounds is
+    then too narrow: between equal arms its mean over its error had a root mean square of 1.5 where independent rounds give
+    1.1. In made-up rounds with a correlation of 0.3 the sequential rule calls 8 % of equal arms different on single rounds,
+    and 5.5 % on batches.
     """
     values = np.asarray(log_ratios, dtype=float)
     n = len(values)
