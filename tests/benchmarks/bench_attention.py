@@ -73,9 +73,8 @@ def triton(layout: BlockLayout, variant: str) -> Attend:
 
 
 def select(variant: str) -> None:
-    """Which of our kernels the triton backend runs: portable ones, with fused dQ, or those lowered for Hopper."""
-    triton_op.FUSE = variant == "triton-fused"
-    triton_op.LOWERED = frozenset({"forward", "backward"} if variant == "triton-hopper" else ())
+    """Which of our kernels the triton backend runs: the portable ones, or those lowered for Hopper where they can."""
+    triton_op.USE_LOWERED = variant == "triton-hopper"
 
 
 def inputs(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> list[torch.Tensor]:
@@ -284,7 +283,6 @@ def candidates(kernel: str) -> list[Tile]:
         "forward": [(128, 128), (128, 64), (64, 128), (64, 64)],
         "dq": [(128, 128), (128, 64), (128, 32), (64, 128), (64, 64)],
         "dkdv": [(128, 128), (64, 128), (32, 128), (128, 64), (64, 64)],
-        "fused": [(64, 128), (32, 128), (64, 64), (128, 64), (32, 64)],
     }
     return [Tile(m, n, w, s) for (m, n), w, s in itertools.product(sides[kernel], (4, 8), (2, 3, 4))]
 
@@ -296,14 +294,12 @@ def kernel_run(kernel: str, n: int, d: int, layout: BlockLayout) -> tuple[Callab
     out, lse = triton_forward.forward(q, k, v, layout, scale)
     state = (q, k, v, grad, lse, (out * grad).sum(-1, dtype=torch.float32))
     dq, dk, dv = (torch.empty_like(q) for _ in range(3))
-    dq_sum = torch.zeros(*SHAPES[n], d, n, device="cuda") if kernel == "fused" else lse
     runs: dict[str, Callable[[], Any]] = {
         "forward": lambda: triton_forward.forward(q, k, v, layout, scale),
-        "dkdv": lambda: triton_backward._column_pass(state, dq_sum, dk, dv, layout, scale, fused=False),
-        "fused": lambda: triton_backward._column_pass(state, dq_sum, dk, dv, layout, scale, fused=True),
+        "dkdv": lambda: triton_backward._column_pass(state, dk, dv, layout, scale),
         "dq": lambda: triton_backward._row_pass(state, dq, layout, scale),
     }
-    products = {"forward": 2, "dkdv": 4, "fused": 5, "dq": 3}[kernel]
+    products = {"forward": 2, "dkdv": 4, "dq": 3}[kernel]
     return runs[kernel], layout.flops(*SHAPES[n], d) / 2 * products
 
 
@@ -338,17 +334,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default=CASES, help="tokens/head_dim, comma-separated")
     parser.add_argument("--patterns", default="window,strided,dense")
-    parser.add_argument("--backends", default="triton,triton-fused,triton-hopper,flex,fa4,cudnn")
+    parser.add_argument("--backends", default="triton,triton-hopper,flex,fa4,cudnn")
     parser.add_argument("--seconds", type=float, default=480, help="stop starting new cases after this")
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--gate", action="store_true", help="only the correctness check, thoroughly")
-    parser.add_argument("--tune", choices=["forward", "dkdv", "dq", "fused"], help="sweep the tiles of one kernel")
+    parser.add_argument("--tune", choices=["forward", "dkdv", "dq"], help="sweep the tiles of one kernel")
     arguments = parser.parse_args()
     deadline = time.monotonic() + arguments.seconds
     checked = gate(arguments.backends.split(","), arguments.gate)
     result: dict[str, Any] = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "gate": checked,
-        "argv": sys.argv[1:], "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "options": {name: value for name, value in vars(arguments).items() if name != "out"},
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }  # fmt: skip
     passed = all(r["passed"] for r in checked)
     if not passed:

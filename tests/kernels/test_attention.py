@@ -1,3 +1,6 @@
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -141,8 +144,41 @@ def test_auto_follows_the_nearest_measured_case(monkeypatch):
     for n, expected in ((4096, "flex"), (65536, "triton")):
         found = choice._decide("a card", torch.bfloat16, 64, layouts.window_global(n))
         assert found.backend == expected and "ms" in found.reason and str(n) in found.reason
-    assert "nothing was measured" in choice._decide("b card", torch.bfloat16, 64, LAYOUT).reason
-    assert choice._decide("a card", torch.float32, 64, LAYOUT).backend == "flex"
+    blocks_of_128 = layouts.window_global(4096)
+    assert "nothing was measured" in choice._decide("b card", torch.bfloat16, 64, blocks_of_128).reason
+    assert choice._decide("a card", torch.float32, 64, blocks_of_128).backend == "flex"
+    assert choice._decide("a card", torch.float32, 64, LAYOUT).backend == "reference"
+
+
+H200 = "NVIDIA H200"
+
+
+def test_the_table_of_measured_times_is_the_benchmarks_result():
+    result = json.loads((Path(__file__).parents[1] / "benchmarks/results/attention-h200.json").read_text())
+    for case, row in zip(result["cases"], choice._measured(), strict=True):
+        assert all(case[name] == row[name] for name in ("device", "pattern", "n", "head_dim"))
+        assert row["density"] == pytest.approx(case["density"], rel=1e-3)
+        sums = {name: ms["forward"] + ms["backward"] for name, ms in case["milliseconds"].items()}
+        assert row["milliseconds"] == pytest.approx(sums, rel=1e-3)
+
+
+@pytest.mark.parametrize(("n", "expected"), [(65536, "triton"), (4096, "fa4"), (16384, "fa4")])
+def test_auto_on_an_h200_takes_flash_attention_4_where_it_was_faster_and_can_serve(monkeypatch, n, expected):
+    monkeypatch.setattr(choice.fa4, "is_installed", lambda: True)
+    window = layouts.window_global(n)
+    found = choice._decide(H200, torch.bfloat16, 128, window)
+    assert found.backend == expected and f"window at n={n}" in found.reason
+    assert choice._decide(H200, torch.bfloat16, 128, window, without_fa4=True).backend == "triton"
+    monkeypatch.setattr(choice.fa4, "is_installed", lambda: False)
+    assert choice._decide(H200, torch.bfloat16, 128, window).backend == "triton"
+
+
+def test_where_the_kernels_lowered_for_hopper_do_not_run_their_times_do_not_count():
+    """A cut pattern runs the portable kernels, which FlexAttention beat; blocks of 64 it does not take."""
+    cut = layouts.strided(4096).intersection(layouts.causal(4096))
+    assert choice._decide(H200, torch.bfloat16, 128, cut).backend == "flex"
+    assert choice._decide(H200, torch.bfloat16, 128, layouts.strided(4096)).backend == "triton"
+    assert choice._decide(H200, torch.bfloat16, 128, layouts.strided(4096, 64)).backend == "triton"
 
 
 def test_autocast_casts_as_for_dense_attention():

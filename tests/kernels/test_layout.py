@@ -22,7 +22,7 @@ def random_layout(seed: int, n: int = 200, block: int = 16, *, causal: bool = Fa
 
 
 @given(st.integers(0, 10_000), st.booleans(), st.sampled_from([None, 3]), st.integers(1, 100))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_a_dense_mask_survives_the_round_trip(seed, causal, heads, n):
     layout = random_layout(seed, n, causal=causal, heads=heads)
     mask = layout.to_dense_mask()
@@ -32,7 +32,7 @@ def test_a_dense_mask_survives_the_round_trip(seed, causal, heads, n):
 
 
 @given(st.integers(0, 10_000), st.booleans(), st.sampled_from([None, 2]))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_the_transpose_lists_the_same_blocks_and_puts_partial_ones_last(seed, causal, heads):
     layout = random_layout(seed, 200, causal=causal, heads=heads)
     nb, copies = layout.num_blocks, heads or 1
@@ -50,7 +50,7 @@ def owners(csr):
 
 
 @given(st.integers(0, 10_000), st.integers(0, 10_000), st.sampled_from([None, 2]))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_union_and_intersection_are_those_of_the_masks(a, b, heads):
     first, second = random_layout(a, heads=heads), random_layout(b)
     assert torch.equal(first.union(second).to_dense_mask(), first.to_dense_mask() | second.to_dense_mask())

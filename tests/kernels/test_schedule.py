@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 
 @given(st.integers(0, 10_000), st.booleans(), st.sampled_from([None, 2]), st.booleans(), st.integers(1, 9))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_items_cover_every_live_block_once_within_the_bound(seed, causal, heads, by_columns, bound):
     layout = random_layout(seed, 200, causal=causal, heads=heads)
     csr, nb = (layout.columns if by_columns else layout.rows), layout.num_blocks

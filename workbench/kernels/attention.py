@@ -52,7 +52,9 @@ def block_sparse_attention(
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if not (scale > 0 and math.isfinite(scale)):
         raise Refused("attention scale", scale, allowed="a positive number")
-    name = backend if backend != "auto" else backend_name(str(q.device), q.dtype, q.shape[-1], layout.handle)
+    name = backend
+    if backend == "auto":
+        name = backend_name(str(q.device), q.dtype, q.shape[-1], layout.handle, deterministic or return_lse)
     out, lse = _run(name, q, k, v, layout, scale, return_lse, deterministic)
     if not return_lse:
         return out

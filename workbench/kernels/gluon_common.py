@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from workbench.kernels.choice import lowered_compute
 from workbench.kernels.layout import BlockLayout
 
 BLOCK = gl.constexpr(128)
@@ -31,9 +32,7 @@ def computes(q: torch.Tensor, layout: BlockLayout) -> bool:
         q.is_cuda
         and torch.cuda.get_device_capability(q.device)[0] == 9
         and q.dtype in (torch.float16, torch.bfloat16)
-        and q.shape[-1] in (64, 128)
-        and layout.block_size == BLOCK.value
-        and not layout.rows.partial.any()
+        and lowered_compute(layout, q.shape[-1])
     )
 
 

@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,7 @@ class Resources:
 
     kernel: str
     head_dim: int
+    block: int
     tile: Tile
     variant: str
     registers: int
@@ -69,8 +70,6 @@ def compile_kernel(
             signature[name] = "fp32"
         else:
             signature[name] = "*fp32" if name in {"lse", "delta"} or name.startswith("part_") else "i32"
-    if constants.get("FUSED"):
-        signature["grad_q"] = "*fp32"
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(kernel.arg_names)
@@ -93,30 +92,28 @@ def usage(compiled: Any) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def portable(blocks: tuple[int, ...] = (64, 128)) -> Iterator[tuple[str, int, Tile, str, Callable[[int], Any]]]:
-    """(kernel, head_dim, tile, variant, compile) of every Triton kernel in every configuration."""
-    kernels: tuple[tuple[str, Any, str, dict[str, bool]], ...] = (
-        ("forward", triton_forward.forward_kernel, "forward", {}),
-        ("dkdv", triton_backward.dkdv_kernel, "dkdv", {"FUSED": False}),
-        ("dkdv fused", triton_backward.dkdv_kernel, "fused", {"FUSED": True}),
-        ("dq", triton_backward.dq_kernel, "dq", {}),
+VARIANTS = {"whole": (False, False), "cut": (True, True)}  # (causal, ragged): without and with partial blocks
+
+
+def portable() -> Iterator[tuple[str, int, int, Tile, str, Callable[[int], Any]]]:
+    """(kernel, head_dim, block, tile, variant, compile) of every Triton kernel in every configuration."""
+    kernels: tuple[tuple[str, Any], ...] = (
+        ("forward", triton_forward.forward_kernel),
+        ("dkdv", triton_backward.dkdv_kernel),
+        ("dq", triton_backward.dq_kernel),
     )
-    variants = {"whole": (False, False), "cut": (True, True)}
-    for ((d, block), config), (name, kernel, field, extra), variant in itertools.product(
-        CONFIGS.items(), kernels, variants
+    for ((d, block), config), (name, kernel), (variant, (causal, ragged)) in itertools.product(
+        CONFIGS.items(), kernels, VARIANTS.items()
     ):
-        if block not in blocks:
-            continue
-        tile: Tile = getattr(config, field)
-        causal, ragged = variants[variant]
+        tile: Tile = getattr(config, name)
         constants = {
             "BLOCK": block, "M": tile.rows, "N": tile.cols, "D": d, "D_PAD": d, "PER_HEAD": False, "CAUSAL": causal,
-            "RAGGED": ragged, "UPCAST": False, **extra,
+            "RAGGED": ragged, "UPCAST": False,
         }  # fmt: skip
-        yield name, d, tile, f"{variant}, block {block}", partial(compile_kernel, kernel, tile, constants)
+        yield name, d, block, tile, variant, partial(compile_kernel, kernel, tile, constants)
 
 
-def lowered() -> Iterator[tuple[str, int, Tile, str, Callable[[int], Any]]]:
+def lowered() -> Iterator[tuple[str, int, int, Tile, str, Callable[[int], Any]]]:
     """The same of the kernels lowered for Hopper."""
     streamed = gluon_backward.TILE
     for d in (64, 128):
@@ -129,28 +126,35 @@ def lowered() -> Iterator[tuple[str, int, Tile, str, Callable[[int], Any]]]:
              {"q": 128, "grad_out": 128, "k": streamed, "v": streamed}),
         ):  # fmt: skip
             tile = Tile(128, 128, 4, constants["STAGES"])
-            yield name, d, tile, "lowered", partial(compile_kernel, kernel, tile, shared | constants, tiles=tiles)
+            yield name, d, 128, tile, "lowered", partial(compile_kernel, kernel, tile, shared | constants, tiles=tiles)
 
 
-def report(arch: int = 90, blocks: tuple[int, ...] = (64, 128)) -> Iterator[Resources]:
-    """Compile every configuration and say what it uses."""
-    for name, d, tile, variant, compile_for in itertools.chain(
-        portable(blocks), lowered() if arch == 90 and 128 in blocks else ()
-    ):
+def report(
+    arch: int = 90,
+    blocks: Collection[int] = (64, 128),
+    head_dims: Collection[int] = (32, 64, 128),
+    variants: Collection[str] = (*VARIANTS, "lowered"),
+) -> Iterator[Resources]:
+    """Compile every configuration, or those asked for, and say what each uses."""
+    for name, d, block, tile, variant, compile_for in itertools.chain(portable(), lowered() if arch == 90 else ()):
+        if block not in blocks or d not in head_dims or variant not in variants:
+            continue
         compiled = compile_for(arch)
         registers, spilled = usage(compiled)
-        yield Resources(name, d, tile, variant, registers, spilled, compiled.metadata.shared)
+        yield Resources(name, d, block, tile, variant, registers, spilled, compiled.metadata.shared)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--arch", type=int, default=90, help="compute capability, 90 for Hopper")
-    parser.add_argument("--block", type=int, choices=(64, 128), help="only layouts of this block size")
+    parser.add_argument("--blocks", type=int, nargs="+", default=(64, 128), help="only layouts of these block sizes")
+    parser.add_argument("--head-dims", type=int, nargs="+", default=(32, 64, 128), help="only these head_dims")
+    parser.add_argument("--variants", nargs="+", default=(*VARIANTS, "lowered"), help="whole, cut, lowered")
     arguments = parser.parse_args(argv)
     worst = 0
-    for r in report(arguments.arch, (arguments.block,) if arguments.block else (64, 128)):
+    for r in report(arguments.arch, arguments.blocks, arguments.head_dims, arguments.variants):
         print(
-            f"{r.kernel:10} d={r.head_dim:<4} {r.tile!s:50} {r.variant:18} {r.registers:4} registers "
+            f"{r.kernel:8} d={r.head_dim:<4} block={r.block:<4} {r.tile!s:50} {r.variant:8} {r.registers:4} registers "
             f"{r.spilled_bytes:5} B spilled {r.shared_bytes:7} B shared",
             flush=True,
         )

@@ -3,9 +3,7 @@
 Two passes, each with its own work list. Over the columns of the layout (its transpose): dK and dV of a tile of keys,
 summed over the query blocks that see it. Over the rows: dQ of a tile of queries. Recomputing the scores in both costs
 7 matrix products a block instead of 5, but every sum has a fixed order, so the result is deterministic, and no
-product has a computed operand that must be transposed through shared memory. The *fused* variant does the row pass's
-work within the column pass, with atomic additions into an fp32 dQ: 5 products, another order of summation in every
-run.
+product has a computed operand that must be transposed through shared memory.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -67,9 +65,9 @@ def _query_tile(q, grad_out, lse, delta, start_m, q_n, g_n, n,
 
 @triton.jit
 def _column_step(
-    dk, dv, k_tile, v_tile, q, grad_out, lse, delta, grad_q, start_m, start_n, q_n, g_n, n, scale_log2,
+    dk, dv, k_tile, v_tile, q, grad_out, lse, delta, start_m, start_n, q_n, g_n, n, scale_log2,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, RAGGED: tl.constexpr,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, FUSED: tl.constexpr, UPCAST: tl.constexpr,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries against the program's keys. Scores are computed transposed, keys down, queries across."""
     q_tile, g_tile, log2_sum, shift = _query_tile(q, grad_out, lse, delta, start_m, q_n, g_n, n, M, D, D_PAD, RAGGED)
@@ -82,23 +80,18 @@ def _column_step(
     ds = p * (dot(v_tile, tl.trans(g_tile), zero, UPCAST) - shift[None, :])
     ds = ds.to(q_tile.dtype)
     dk = dot(ds, q_tile, dk, UPCAST)
-    if FUSED:
-        # dQᵀ = Kᵀ·dSᵀ, kept transposed (head_dim, n): transposing the computed dS can be miscompiled on Hopper.
-        dq = dot(tl.trans(k_tile), ds, tl.zeros([D_PAD, M], tl.float32), UPCAST)
-        d, query = tl.arange(0, D_PAD)[:, None], start_m + tl.arange(0, M)[None, :]
-        tl.atomic_add(grad_q + d.to(tl.int64) * n + query, dq, mask=(d < D) & (query < n), sem="relaxed")
     return dk, dv
 
 
 @triton.jit
 def dkdv_kernel(
-    q, k, v, grad_out, lse, delta, grad_q, grad_k, grad_v, part_k, part_v, items, indices,
+    q, k, v, grad_out, lse, delta, grad_k, grad_v, part_k, part_v, items, indices,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_n, dk_b, dk_h, dk_n, dv_b, dv_h, dv_n,
     n, heads, outer, group, num_items, num_slots, scale, scale_log2,
     BLOCK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    PER_HEAD: tl.constexpr, CAUSAL: tl.constexpr, RAGGED: tl.constexpr, FUSED: tl.constexpr, UPCAST: tl.constexpr,
+    PER_HEAD: tl.constexpr, CAUSAL: tl.constexpr, RAGGED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one tile of keys over one item of its column. ``grad_q``: fp32 (batch, heads, D, n), if FUSED."""
+    """dK and dV of one tile of keys over one item of its column."""
     SUBS: tl.constexpr = BLOCK // N
     CUTS: tl.constexpr = BLOCK // M
     item, sub, z = locate(num_items, SUBS, outer, group)
@@ -108,7 +101,7 @@ def dkdv_kernel(
     b, h = batch_and_head(z, tl.load(items), heads, PER_HEAD)
     flat = b.to(tl.int64) * heads + h
     q, grad_out = base_of(q, b, h, q_b, q_h), base_of(grad_out, b, h, g_b, g_h)
-    lse, delta, grad_q = lse + flat * n, delta + flat * n, grad_q + flat * n * D
+    lse, delta = lse + flat * n, delta + flat * n
 
     start_n = block * BLOCK + sub * N
     k_tile = load_rows(base_of(k, b, h, k_b, k_h), start_n, k_n, n, N, D, D_PAD, RAGGED)
@@ -121,13 +114,13 @@ def dkdv_kernel(
     for t in range(full * CUTS):
         start_m = row * BLOCK + t % CUTS * M
         row = tl.load(indices + (t + 1) // CUTS)
-        dk, dv = _column_step(dk, dv, k_tile, v_tile, q, grad_out, lse, delta, grad_q, start_m, start_n, q_n, g_n, n,
-                              scale_log2, M, N, D, D_PAD, RAGGED, False, CAUSAL, FUSED, UPCAST)  # fmt: skip
+        dk, dv = _column_step(dk, dv, k_tile, v_tile, q, grad_out, lse, delta, start_m, start_n, q_n, g_n, n,
+                              scale_log2, M, N, D, D_PAD, RAGGED, False, CAUSAL, UPCAST)  # fmt: skip
     if CAUSAL or RAGGED:
         for t in range(full * CUTS, (full + partial) * CUTS):
             start_m = tl.load(indices + t // CUTS) * BLOCK + t % CUTS * M
-            dk, dv = _column_step(dk, dv, k_tile, v_tile, q, grad_out, lse, delta, grad_q, start_m, start_n, q_n, g_n,
-                                  n, scale_log2, M, N, D, D_PAD, RAGGED, True, CAUSAL, FUSED, UPCAST)  # fmt: skip
+            dk, dv = _column_step(dk, dv, k_tile, v_tile, q, grad_out, lse, delta, start_m, start_n, q_n, g_n,
+                                  n, scale_log2, M, N, D, D_PAD, RAGGED, True, CAUSAL, UPCAST)  # fmt: skip
 
     dk *= scale
     if slot >= 0:
@@ -228,22 +221,14 @@ def backward(
     grad_lse: torch.Tensor,
     layout: BlockLayout,
     scale: float,
-    *,
-    fused: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v. ``fused`` takes dQ in the column pass by atomic additions and is not deterministic."""
+    """Gradients of q, k and v."""
     q, k, v, grad_out = (rows_view(x) for x in (q, k, v, grad_out))
-    batch, heads, n, d = q.shape
     delta = take_delta(out, grad_out, grad_lse)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     tensors = (q, k, v, grad_out, lse, delta)
-    if fused:
-        dq_sum = torch.zeros(batch, heads, d, n, dtype=torch.float32, device=q.device)
-        _column_pass(tensors, dq_sum, dk, dv, layout, scale, fused=True)
-        torch.mul(dq_sum.transpose(-1, -2), scale, out=dq)
-    else:
-        _column_pass(tensors, delta, dk, dv, layout, scale, fused=False)
-        _row_pass(tensors, dq, layout, scale)
+    _column_pass(tensors, dk, dv, layout, scale)
+    _row_pass(tensors, dq, layout, scale)
     return dq, dk, dv
 
 
@@ -260,28 +245,19 @@ def take_delta(out: torch.Tensor, grad_out: torch.Tensor, grad_lse: torch.Tensor
 
 
 def _column_pass(
-    tensors: tuple[torch.Tensor, ...],
-    dq_sum: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    layout: BlockLayout,
-    scale: float,
-    *,
-    fused: bool,
+    tensors: tuple[torch.Tensor, ...], dk: torch.Tensor, dv: torch.Tensor, layout: BlockLayout, scale: float
 ) -> None:
     q, k, v, grad_out, lse, delta = tensors
-    tiles = config(q.shape[-1], layout.block_size)
-    tile = tiles.fused if fused else tiles.dkdv
+    tile = config(q.shape[-1], layout.block_size).dkdv
     plan, outer = _plan(q, layout, by_columns=True)
     heads, n, d = q.shape[1:]
     part_k, _ = scratch(plan, q.shape[0] * heads, layout.block_size, d, q.device)
     part_v, _ = scratch(plan, q.shape[0] * heads, layout.block_size, d, q.device)
     dkdv_kernel[(len(plan.items) * (layout.block_size // tile.cols) * outer,)](
-        q, k, v, grad_out, lse, delta, dq_sum, dk, dv, part_k, part_v, plan.items, plan.indices,
+        q, k, v, grad_out, lse, delta, dk, dv, part_k, part_v, plan.items, plan.indices,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *grad_out.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
         n, heads, outer, group_size(layout, k, outer), len(plan.items), plan.num_slots, scale, scale * LOG2_E.value,
-        **constants(layout, tile, d), FUSED=fused, UPCAST=needs_upcast(q),
-        num_warps=tile.warps, num_stages=tile.stages,
+        **constants(layout, tile, d), UPCAST=needs_upcast(q), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     sum_parts(part_k, plan, dk, layout, outer)
     sum_parts(part_v, plan, dv, layout, outer)

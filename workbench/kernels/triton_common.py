@@ -31,22 +31,21 @@ class Tile:
 
 @dataclass(frozen=True)
 class Config:
-    """Tiles of the large kernels; ``fused`` is the column pass that computes dQ too."""
+    """Tiles of the large kernels."""
 
     forward: Tile
     dkdv: Tile
     dq: Tile
-    fused: Tile
 
 
 # By padded head_dim and block size; sweeps: tests/benchmarks/bench_attention.py --tune.
 CONFIGS: dict[tuple[int, int], Config] = {
-    (32, 64): Config(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
-    (64, 64): Config(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(32, 64, 4, 3)),
-    (128, 64): Config(Tile(64, 64, 4, 3), Tile(32, 64, 4, 2), Tile(64, 64, 4, 2), Tile(32, 64, 8, 2)),
-    (32, 128): Config(Tile(128, 64, 4, 3), Tile(64, 128, 8, 3), Tile(128, 64, 4, 3), Tile(64, 128, 8, 3)),
-    (64, 128): Config(Tile(128, 64, 4, 3), Tile(64, 128, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3)),
-    (128, 128): Config(Tile(128, 64, 8, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
+    (32, 64): Config(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
+    (64, 64): Config(Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
+    (128, 64): Config(Tile(64, 64, 4, 3), Tile(32, 64, 4, 2), Tile(64, 64, 4, 2)),
+    (32, 128): Config(Tile(128, 64, 4, 3), Tile(64, 128, 8, 3), Tile(128, 64, 4, 3)),
+    (64, 128): Config(Tile(128, 64, 4, 3), Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)),
+    (128, 128): Config(Tile(128, 64, 8, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),
 }
 
 

@@ -12,10 +12,8 @@ from workbench.kernels import triton_backward, triton_forward
 from workbench.kernels.layout import BlockLayout, by_handle
 from workbench.kernels.triton_common import INTERPRETED
 
-# Which of our kernels run, as measured: dQ by atomic additions within the column pass (where determinism is not asked
-# for), and for which passes the kernels lowered for Hopper take over where they can.
-FUSE = False
-LOWERED: frozenset[str] = frozenset()
+# On Hopper the kernels lowered for it compute what they can; False, in tests and benchmarks, leaves all to the portable.
+USE_LOWERED = True
 
 
 def attend(
@@ -39,17 +37,17 @@ def check(q: Tensor, layout: BlockLayout) -> None:
         raise Refused("block_size of the triton backend", layout.block_size, allowed="64 or 128")
 
 
-def _is_lowered(which: str, q: Tensor, layout: int) -> bool:
-    if which not in LOWERED or not q.is_cuda:
+def _is_lowered(q: Tensor, layout: BlockLayout) -> bool:
+    if not USE_LOWERED or not q.is_cuda:
         return False
     from workbench.kernels.gluon_common import computes
 
-    return computes(q, by_handle(layout))
+    return computes(q, layout)
 
 
 @torch.library.custom_op("workbench::block_sparse_attention", mutates_args=())
 def _forward(q: Tensor, k: Tensor, v: Tensor, layout: int, scale: float, deterministic: bool) -> tuple[Tensor, Tensor]:
-    if _is_lowered("forward", q, layout):
+    if _is_lowered(q, by_handle(layout)):
         from workbench.kernels import gluon_forward
 
         return gluon_forward.forward(q, k, v, by_handle(layout), scale)
@@ -66,12 +64,11 @@ def _backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor, layout: int,
     scale: float, deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if _is_lowered("backward", q, layout):
+    if _is_lowered(q, by_handle(layout)):
         from workbench.kernels import gluon_backward
 
         return gluon_backward.backward(q, k, v, out, lse, grad_out, grad_lse, by_handle(layout), scale)
-    fused = FUSE and not deterministic
-    return triton_backward.backward(q, k, v, out, lse, grad_out, grad_lse, by_handle(layout), scale, fused=fused)
+    return triton_backward.backward(q, k, v, out, lse, grad_out, grad_lse, by_handle(layout), scale)
 
 
 @_backward.register_fake
