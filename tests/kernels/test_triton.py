@@ -37,7 +37,7 @@ def lowered(request, monkeypatch):
 
 @given(
     seed=st.integers(0, 10_000),
-    n=st.integers(1, 260),
+    n=st.integers(1, 260 if ON_GPU else 200),
     block=st.sampled_from([64, 128]),
     head_dim=st.sampled_from(HEAD_DIMS),
     dtype=st.sampled_from(DTYPES),
@@ -54,25 +54,25 @@ def test_any_shape_and_pattern_is_as_exact_as_dense_attention(seed, n, block, he
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_every_head_dim(head_dim, dtype):
-    assert_as_good_as_dense(draw((1, 1, 192, head_dim), dtype), layouts.window_global(192, 64, radius=0), "triton")
+    assert_as_good_as_dense(draw((1, 1, 128, head_dim), dtype), layouts.window_global(128, 64, radius=0), "triton")
 
 
 FAULTS = {
-    "n not a multiple of the block": (layouts.local(300, 64, radius=1), 300),
-    "one dense row and column among sparse ones": (layouts.window_global(448, 64, radius=0), 448),
+    "n not a multiple of the block": (layouts.local(170, 64, radius=1), 170),
+    "one dense row and column among sparse ones": (layouts.window_global(320, 64, radius=0), 320),
     "empty rows and columns": (BlockLayout.from_pairs(320, 64, [0, 2, 2], [1, 1, 4]), 320),
     "no block at all": (BlockLayout.from_pairs(128, 64, [], []), 128),
     "causal with a ragged end": (layouts.causal(200, 64), 200),
     "a pattern per head": (BlockLayout.per_head([layouts.local(256, 64, radius=r) for r in (0, 3)]), 256),
     "one token": (layouts.full(1, 64), 1),
-    "blocks of 128": (layouts.local(384, 128, radius=1), 384),
+    "blocks of 128": (layouts.local(256, 128, radius=1), 256),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_awkward_patterns_forward_and_backward(fault, lowered):
     layout, n = FAULTS[fault]
-    assert_as_good_as_dense(draw((1, 2, n, 64), DTYPES[0]), layout, "triton")
+    assert_as_good_as_dense(draw((1, layout.heads or 1, n, 64), DTYPES[0]), layout, "triton")
 
 
 def test_rows_without_keys_and_keys_without_rows_give_exact_zeros():
@@ -88,10 +88,10 @@ def test_rows_without_keys_and_keys_without_rows_give_exact_zeros():
 
 
 def test_views_of_a_packed_projection_are_read_where_they_lie():
-    packed = torch.randn(2, 192, 3, 2, 32, device=DEVICE, dtype=DTYPES[0])
+    packed = torch.randn(2, 128, 3, 2, 32, device=DEVICE, dtype=DTYPES[0])
     q, k, v = packed.permute(2, 0, 3, 1, 4)
-    grad = torch.randn(2, 192, 2, 32, device=DEVICE, dtype=DTYPES[0]).transpose(1, 2)
-    layout = layouts.local(192, 64, radius=1)
+    grad = torch.randn(2, 128, 2, 32, device=DEVICE, dtype=DTYPES[0]).transpose(1, 2)
+    layout = layouts.local(128, 64, radius=1)
     assert not q.is_contiguous()
     assert_as_good_as_dense((q, k, v, grad), layout, "triton")
 
@@ -103,8 +103,8 @@ def test_strides_inside_a_row_and_expanded_gradients_are_accepted():
 
 
 def test_the_log_sum_exp_and_its_gradient():
-    layout = layouts.window_global(320, 64, radius=0)
-    q, k, v, _ = draw((1, 2, 320, 32), DTYPES[0])
+    layout = layouts.window_global(192, 64, radius=0)
+    q, k, v, _ = draw((1, 1, 192, 32), DTYPES[0])
     grads = []
     for backend in ("triton", "reference"):
         x = [t.clone().to(torch.float64 if backend == "reference" else t.dtype).requires_grad_() for t in (q, k, v)]
@@ -120,15 +120,15 @@ def test_large_logits_neither_overflow_nor_lose_the_maximum():
 
 
 def test_the_deterministic_backward_repeats_bit_by_bit():
-    tensors = draw((1, 2, 320, 32), DTYPES[0])
-    layout = layouts.window_global(320, 64, radius=0)
+    tensors = draw((1, 1, 256, 32), DTYPES[0])
+    layout = layouts.window_global(256, 64, radius=0)
     first, second = (run(tensors, layout, "triton", deterministic=True) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def test_the_operator_passes_pytorchs_own_checks():
-    layout = layouts.window_global(192, 64, radius=0)
-    q, k, v, _ = draw((1, 2, 192, 32), DTYPES[0])
+    layout = layouts.window_global(128, 64, radius=0)
+    q, k, v, _ = draw((1, 1, 128, 32), DTYPES[0])
     arguments = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), layout.handle, 0.2, False)
     torch.library.opcheck(torch.ops.workbench.block_sparse_attention.default, arguments)
 
@@ -169,8 +169,8 @@ def test_a_new_layout_is_no_reason_to_compile_again():
     attend = torch.compile(
         lambda q, k, v, layout: block_sparse_attention(q, k, v, layout, backend="triton"), backend=count, fullgraph=True
     )
-    q, k, v, _ = draw((1, 2, 192, 32), DTYPES[0])
-    for radius in (0, 1, 2, 0, 1, 2):
+    q, k, v, _ = draw((1, 1, 192, 32), DTYPES[0])
+    for radius in (0, 1, 2, 0):
         layout = layouts.window_global(192, 64, radius=radius)
         exact = block_sparse_attention(q, k, v, layout, backend="triton")
         assert torch.equal(attend(q, k, v, layout), exact)
