@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PROFILE ?= cpu
 JOBS ?= 2
 
-.PHONY: findings test lab check unit browser benchmarks lock clean help
+.PHONY: install findings test lab check unit browser benchmarks lock clean help
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -18,6 +18,8 @@ $(VENV)/.installed: requirements.lock pyproject.toml
 	$(BIN)/python -m pip install --disable-pip-version-check -q --progress-bar on -r requirements.lock
 	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps -e .
 	@touch $@
+
+install: $(VENV)/.installed  ## set up .venv, which every other target does by itself
 
 findings: $(VENV)/.installed  ## run the ladder (PROFILE=cpu), build site/, print the page to open
 	@$(BIN)/workbench ladder --profile $(PROFILE); ladder=$$?; \
