@@ -112,11 +112,11 @@ def _image_folder(name: str, folder: Path) -> SourceInfo:
 def _synthetic(name: str) -> SourceInfo:
     match = SYNTHETIC.fullmatch(name)
     numbers = {k: int(v) for k, v in match.groupdict().items() if v is not None} if match else {"c": 0}
-    if not all(numbers.values()):
+    if not all(numbers.values()) or numbers.get("classes", 2) < 2:
         raise Refused(
             "synthetic data",
             name,
-            allowed="synthetic, or synthetic:CxHxW:CLASSES[:SAMPLES] with numbers above 0",
+            allowed="synthetic, or synthetic:CxHxW:CLASSES[:SAMPLES] with numbers above 0 and two classes or more",
             fix="synthetic:3x224x224:1000",
         )
     samples = numbers.get("samples", SYNTHETIC_SAMPLES)

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from workbench.errors import refusal
+from workbench.errors import Refused, refusal
 from workbench.experiment.finding import Finding, PredictionCheck
 from workbench.trainer.config import TrainConfig
 
@@ -73,6 +73,8 @@ class Protocol(Spec):
 
         Steps so short that a block of them would end within ``min_block_s`` are measured more often.
         """
+        if steps < 1:
+            raise Refused("steps", steps, allowed="1 or more", fix="measure at least one step per arm")
         block = min(cls.model_fields["block_steps"].default, max(steps // 4, 1))
         return cls(block_steps=block, max_rounds=max(steps // block, 4), **fields)
 

@@ -42,7 +42,7 @@ class Writer(BaseModel):
         try:
             process = psutil.Process(self.pid)
             return abs(process.create_time() - self.created) > 1 or process.status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
+        except (psutil.NoSuchProcess, ValueError, OverflowError):  # no such process, or no number that one could have
             return True
 
 
