@@ -237,10 +237,10 @@ def test_doctor_names_what_is_missing_and_how_to_get_it(
         "subject": "extra timm",
         "state": "no",
         "detail": "models named timm:NAME: timm, torchvision not installed",
-        "fix": "pip install 'workbench[timm]'",
+        "fix": "pip install -e '.[timm]'",
     }
     code, out, _ = called(capsys, monkeypatch, "doctor", "--root", str(tmp_path))
-    assert "pip install 'workbench[hf]'" in out
+    assert "pip install -e '.[hf]'" in out
 
 
 def test_doctor_knows_the_extras_of_the_project() -> None:

@@ -1,6 +1,6 @@
 """The command line. Each command loads what it needs when it is called, so that ``--help`` costs next to nothing.
 
-Exit codes: 0 done; 1 a notebook failed; 2 refused, nothing started; 124 timed out; 130 interrupted; 137 killed.
+Exit codes: 0 done; 1 an arm or a notebook failed; 2 refused, nothing started; 124 timed out; 130 interrupted; 137 killed.
 Results go to standard output, progress and errors to standard error.
 """
 
@@ -114,31 +114,38 @@ def run(
     """Run one notebook and record what became of it."""
     if help_notebook:
         return _help_notebook(notebook, as_json)
+    from workbench.batch.detail import summary
     from workbench.batch.preflight import prepare
+    from workbench.batch.progress import RunDisplay
     from workbench.batch.runner import run_notebook
     from workbench.batch.sources import from_options
     from workbench.batch.status import as_json as record_json
     from workbench.batch.status import status_text
+    from workbench.experiment.finding import read_finding
 
     given = from_options(_pairs(typed), _pairs(raw), inline or (), files or ())
     prepared = prepare(notebook, given)
+    if out is not None and not out.absolute().name:
+        raise Refused("--out", str(out), allowed="a folder that does not exist", fix="name one inside it")
     folder, run_id = (out.absolute().parent, out.absolute().name) if out else (root, None)
-    record = run_notebook(
-        prepared,
-        folder,
-        run_id=run_id,
-        timeout=timeout,
-        cell_timeout=cell_timeout,
-        on_start=lambda started: _stderr().print(
-            f"running in {started.dir}", soft_wrap=True, highlight=False, markup=False
-        ),
-    )
+    with RunDisplay(_stderr()) as display:
+        record = run_notebook(
+            prepared,
+            folder,
+            run_id=run_id,
+            timeout=timeout,
+            cell_timeout=cell_timeout,
+            on_start=display.begin,
+            on_tick=display.tick,
+        )
     if as_json:
         _print_json(record_json(record))
     else:
         _stderr().print(f"{status_text(record.status)}", end=": " if record.error else "\n")
         if record.error:
             _stderr().print(record.error, soft_wrap=True, markup=False, highlight=False)
+        if found := read_finding(record.dir):
+            _stderr().print(summary(found))
         print(record.dir)
     raise typer.Exit(record.exit_code or 0)
 
@@ -178,7 +185,9 @@ def ladder(
         _stdout().print(runs_table(records))
         if code:
             completed = sum(r.status == "completed" for r in records)
-            said = f"{completed} of {len(planned.stages)} completed; repeat the rest with --resume {planned.plan.id}"
+            said = f"{completed} of {len(planned.stages)} completed"
+            if completed < len(planned.stages):
+                said += f"; repeat the rest with --resume {planned.plan.id}"
             _stderr().print(said, highlight=False)
     raise typer.Exit(code)
 

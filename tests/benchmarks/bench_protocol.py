@@ -46,6 +46,7 @@ def one_run(variant: Arm) -> dict[str, Any]:
         "high": round(effect.interval.high, 4),
         "rounds": effect.rounds,
         "stop": effect.stop,
+        "log_ratios": [round(r, 4) for r in effect.log_ratios],
         "planted": round(measured.extra.get("planted", 0.0), 3),
         "seconds": round(finding.duration_s, 1),
     }

@@ -126,7 +126,7 @@ def test_a_factory_that_gives_no_model_is_refused_by_name(
 def test_a_missing_library_is_named_with_its_extra(name: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("timm", "transformers"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(Refused, match=rf"workbench\[{extra}\]"):
+    with pytest.raises(Refused, match=rf"'\.\[{extra}\]'"):
         build_model(name, **SMALL)
 
 

@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from pydantic import ValidationError
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
@@ -12,8 +11,7 @@ from rich.text import Text
 
 from workbench.batch.notebook import LOG
 from workbench.batch.status import duration, seconds, status_text
-from workbench.experiment.finding import Finding
-from workbench.records.query import finding
+from workbench.experiment.finding import Finding, read_finding
 from workbench.records.record import RunRecord
 
 TAIL_LINES = 20
@@ -28,7 +26,7 @@ class Difference(NamedTuple):
 
 
 def describe(record: RunRecord) -> Group:
-    """Everything that the record says, the finding's headline, and the log's end if the run went wrong."""
+    """What came of a run first, then everything that the record says, and the log's end if it went wrong."""
     table = Table(box=None, show_header=False, pad_edge=False)
     rows: dict[str, str] = {"run": escape(record.id), "status": status_text(record.status)}
     rows |= {"notebook": escape(record.notebook), "folder": escape(str(record.dir))}
@@ -40,14 +38,27 @@ def describe(record: RunRecord) -> Group:
     rows |= {f"  {name}": escape(value) for name, value in flat(record.provenance)}
     for name, value in rows.items():
         table.add_row(escape(name), value)
-    parts: list[RenderableType] = [table]
-    if found := read_finding(record):
-        parts.append(Text(f"\n{found.title}: {found.headline}"))
+    parts: list[RenderableType] = []
+    if found := read_finding(record.dir):
+        parts += [summary(found), Text("")]
     if record.error:
-        parts.append(Text(f"\n{record.error}", style="red"))
+        parts.append(Text(f"{record.error}\n", style="red"))
+    parts.append(table)
     if record.status in ("failed", "killed") and (tail := log_tail(record)):
         parts.append(Text(f"\n{LOG} ends with:\n{tail}", style="dim"))
     return Group(*parts)
+
+
+def summary(finding: Finding) -> Group:
+    """The question and a line per variant: what was decided, and the effect."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    effects = {effect.arm: effect for effect in finding.effects}
+    for decision in finding.decisions:
+        e = effects.get(decision.arm)
+        figure = f"{e.ratio:.2f}× [{e.interval.low:.2f}, {e.interval.high:.2f}]" if e else ""
+        table.add_row(escape(f"  {decision.arm}"), escape(decision.decision), figure)
+    about = f"{finding.question} Ratios of throughput to {finding.baseline!r}; {finding.tier} on {finding.device}."
+    return Group(Text(about), table)
 
 
 def differences(first: RunRecord, second: RunRecord) -> list[Difference]:
@@ -80,13 +91,6 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
             yield prefix + name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def read_finding(record: RunRecord) -> Finding | None:
-    try:
-        return Finding.model_validate(finding(record.dir))
-    except ValidationError:
-        return None
-
-
 def log_tail(record: RunRecord) -> str:
     try:
         text = (record.dir / LOG).read_bytes()[-20_000:].decode(errors="replace")
@@ -100,7 +104,7 @@ def _facts(record: RunRecord) -> Iterator[tuple[str, str]]:
     yield "status", record.status
     yield from flat(record.parameters, "parameters.")
     yield from flat(record.provenance, "provenance.")
-    if found := read_finding(record):
+    if found := read_finding(record.dir):
         yield "device", found.device
         decisions = {d.arm: d.decision for d in found.decisions}
         for effect in found.effects:

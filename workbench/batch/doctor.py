@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from workbench.batch.preflight import MIN_FREE_BYTES
 from workbench.errors import Refused
+from workbench.hardware.facts import cpu_count
 
 EXTRAS = {
     "gpu": (("pynvml", "triton"), "energy meter and block-sparse kernels on NVIDIA GPUs"),
@@ -68,7 +69,7 @@ def _extras() -> list[Check]:
     for extra, (modules, purpose) in EXTRAS.items():
         missing = [m for m in modules if not _found(m)]
         detail = purpose if not missing else f"{purpose}: {', '.join(missing)} not installed"
-        fix = f"pip install 'workbench[{extra}]'" if missing else ""
+        fix = f"pip install -e '.[{extra}]'" if missing else ""
         checks.append(Check(subject=f"extra {extra}", state="no" if missing else "yes", detail=detail, fix=fix))
     has_slurm = shutil.which("sbatch") is not None
     detail = "sbatch found" if has_slurm else "no sbatch on the path: notebooks run on this machine only"
@@ -103,4 +104,9 @@ def _devices() -> list[Check]:
 def _describe(facts: Any) -> str:
     peaks = ", ".join(f"{precision} {flops / 1e12:.3g}" for precision, flops in facts.peak_flops.items())
     count = f"{facts.count} × " if facts.count > 1 else ""
-    return f"{count}{facts.name}, {facts.memory_bytes / 2**30:.0f} GiB, TFLOP/s: {peaks} ({facts.peak_source})"
+    cores = cpu_count()
+    spared = facts.kind == "cpu" and facts.threads < cores
+    threads = f"; {facts.threads} of {cores} cores compute, so that timing is steady (OMP_NUM_THREADS sets it)"
+    return f"{count}{facts.name}, {facts.memory_bytes / 2**30:.0f} GiB, TFLOP/s: {peaks} ({facts.peak_source})" + (
+        threads if spared else ""
+    )

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from workbench.batch.executed import settle
 from workbench.batch.notebook import EXECUTED
-from workbench.batch.processes import end_all
+from workbench.batch.processes import adopting_orphans, end_all
 from workbench.records.record import EXIT_CODES
 
 WATCH_INTERVAL_S = 0.5
@@ -31,7 +31,8 @@ def main(arguments: list[str]) -> int:
     try:
         from workbench.batch.client import execute
 
-        status, error = execute(folder, sockets, cell_timeout)
+        with adopting_orphans():
+            status, error = execute(folder, sockets, cell_timeout)
     except Exception as problem:
         with contextlib.suppress(OSError):  # the log may lie on the disk that is full
             traceback.print_exc()
@@ -43,7 +44,7 @@ def main(arguments: list[str]) -> int:
 def _watch_runner(runner: int, folder: Path) -> None:
     while os.getppid() == runner:
         time.sleep(WATCH_INTERVAL_S)
-    end_all(folder)
+    end_all(folder, spared=())
     settle(folder / EXECUTED, "killed", "the process that ran it was gone")
     os._exit(EXIT_CODES["killed"])
 

@@ -1,7 +1,9 @@
 """A ladder: several notebooks one after the other, with a profile's parameters. One that fails does not stop the others."""
 
+import contextlib
+import fcntl
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -106,7 +108,16 @@ def resumed_ladder(which: str, root: Path = Path("runs"), profile: str = "", sta
 
 
 def run_ladder(ladder: Ladder, watcher: Watcher, *, timeout: float | None = None) -> list[RunRecord]:
-    """Run the stages in order; the records of all that were reached. Only the user's interruption ends it early."""
+    """Run the stages in order; the records of all that were reached. Only the user's interruption ends it early.
+
+    Raises:
+        Refused: another process runs this ladder.
+    """
+    with _locked(ladder):
+        return _run_stages(ladder, watcher, timeout)
+
+
+def _run_stages(ladder: Ladder, watcher: Watcher, timeout: float | None) -> list[RunRecord]:
     records = []
     for number, stage in enumerate(ladder.stages):
         if stage.done is not None:
@@ -130,8 +141,8 @@ def run_ladder(ladder: Ladder, watcher: Watcher, *, timeout: float | None = None
 
 
 def exit_code(records: list[RunRecord]) -> int:
-    """0 when all completed, 130 after an interruption, else 1."""
-    if all(r.status == "completed" for r in records):
+    """0 when every run ended well, 130 after an interruption, else 1."""
+    if not any(r.exit_code for r in records):
         return 0
     return 130 if records[-1].status == "interrupted" else 1
 
@@ -194,6 +205,19 @@ def _load_plan(which: str, root: Path) -> Plan:
         return Plan.model_validate_json((root / PLANS / f"{chosen}.json").read_bytes())
     except (OSError, ValidationError):
         raise Refused(f"the plan of ladder {chosen} cannot be read", fix="start a new ladder") from None
+
+
+@contextlib.contextmanager
+def _locked(ladder: Ladder) -> Iterator[None]:
+    """Hold the ladder's plan; the system lets go of it however this process ends."""
+    with (ladder.root / PLANS / f"{ladder.plan.id}.json").open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Refused(f"ladder {ladder.plan.id} is being run by another process", fix="wait for it") from None
+        except OSError:  # a file system without locks: better unguarded than not at all
+            pass
+        yield
 
 
 def _fixed(profile: str) -> str:

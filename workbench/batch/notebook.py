@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import Refused
-from workbench.records.atomic import write_bytes
+from workbench.records.atomic import write_json
 
 EXECUTED = "notebook.ipynb"
 """In a run's folder: the notebook with its outputs, while it runs and after."""
@@ -43,7 +43,7 @@ def read_notebook(path: Path) -> Notebook:
 
 
 def write_notebook(path: Path, notebook: Notebook) -> None:
-    write_bytes(path, (json.dumps(notebook, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
+    write_json(path, notebook)
 
 
 def tags(cell: Cell) -> list[Any]:
@@ -66,7 +66,8 @@ def _checked(notebook: Any, path: Path) -> Notebook:
         source = cell.get("source", "")
         cell["source"] = "".join(map(str, source)) if isinstance(source, list) else str(source)
         if cell.get("cell_type") == "code":
-            cell.setdefault("outputs", [])
+            if not isinstance(cell.setdefault("outputs", []), list):
+                raise Refused(f"{path} is not a notebook: cell {number} has outputs that are no list", fix="restore it")
             cell.setdefault("execution_count", None)
     language = _language(metadata)
     if language != "python":

@@ -5,14 +5,27 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from workbench.batch.notebook import EXECUTED, Notebook, read_notebook
 from workbench.batch.parameters import ParametersCell, inject, read_parameters, remove_injected, resolve
 from workbench.batch.sources import Given
 from workbench.batch.values import jsonable
 from workbench.errors import Refused
+from workbench.experiment.ablation import Guard
+from workbench.trainer.config import TrainConfig
 
+SHARED = {
+    "batch": TrainConfig.model_fields["global_batch"],
+    "learning_rate": TrainConfig.model_fields["learning_rate"],
+    "steps": TrainConfig.model_fields["steps"],
+    "guard_steps": Guard.model_fields["steps"],
+    "seeds": Guard.model_fields["seeds"],
+    "margin": Guard.model_fields["margin"],
+}
+"""Parameters that every notebook uses alike, by the field whose range they have."""
 PROBE_BYTES = 1 << 20
 MIN_FREE_BYTES = 64 << 20
 
@@ -67,6 +80,8 @@ def prepare(path: Path, given: Mapping[str, Given]) -> Prepared:
 def check_meaning(values: Mapping[str, Any]) -> dict[str, Any]:
     """Check the parameters that every notebook uses alike; what they stand for, for the run's provenance."""
     found: dict[str, Any] = {}
+    for name in SHARED.keys() & values.keys():
+        _check_range(name, values[name])
     if isinstance(model := values.get("model"), str):
         from workbench.models.config import check_model
 
@@ -81,6 +96,15 @@ def check_meaning(values: Mapping[str, Any]) -> dict[str, Any]:
 
         found["device"] = detect(device).model_dump(mode="json")
     return found
+
+
+def _check_range(name: str, value: Any) -> None:
+    field = SHARED[name]
+    try:
+        TypeAdapter(Annotated[field.annotation, field]).validate_python(value)
+    except ValidationError as error:
+        said = error.errors()[0]["msg"].removeprefix("Input should be ")
+        raise Refused(f"parameter {name!r}", value, allowed=said) from None
 
 
 def check_root(root: Path) -> None:

@@ -13,6 +13,7 @@ from workbench.batch.ladder import Ladder, Stage, Watcher
 from workbench.batch.status import duration, status_text
 from workbench.records.query import progress, scan
 from workbench.records.record import RunRecord
+from workbench.records.run import Run
 
 LINE_INTERVAL_S = 30.0
 """How often a line is written where no bar can be drawn."""
@@ -96,3 +97,42 @@ def expected_durations(ladder: Ladder) -> dict[str, float]:
         if same and record.started and record.ended:
             took[record.notebook].append((record.ended - record.started).total_seconds())
     return {name: statistics.median(seconds) for name, seconds in took.items()}
+
+
+class RunDisplay:
+    """One run's progress: a bar on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar = Progress(
+            BarColumn(30),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("starting", total=None)
+        self._began = self._spoke = time.monotonic()
+
+    def __enter__(self) -> "RunDisplay":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def begin(self, run: Run) -> None:
+        self._console.print(f"running in {run.dir}", soft_wrap=True, highlight=False, markup=False)
+
+    def tick(self, run: Run) -> None:
+        if not (said := progress(run.dir)):
+            return
+        done, total = said["done"], said["total"]
+        elapsed = time.monotonic() - self._began
+        left = f" · about {duration(elapsed * (total - done) / done)} left" if done > 0 else ""
+        state = escape(said["label"] + left)
+        self._bar.update(self._task, completed=done, total=total or None, description=state)
+        if not self._console.is_terminal and time.monotonic() - self._spoke > LINE_INTERVAL_S:
+            self._spoke = time.monotonic()
+            self._console.print(state, soft_wrap=True, highlight=False)

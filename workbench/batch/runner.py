@@ -20,9 +20,10 @@ from pathlib import Path
 from workbench.batch.executed import settle
 from workbench.batch.notebook import EXECUTED, LOG, write_notebook
 from workbench.batch.preflight import Prepared, check_root
-from workbench.batch.processes import end_all, signal_name
+from workbench.batch.processes import adopting_orphans, children, end_all, signal_name
+from workbench.experiment.finding import read_finding
 from workbench.records.provenance import collect
-from workbench.records.record import RunRecord, Status
+from workbench.records.record import EXIT_CODES, RunRecord, Status
 from workbench.records.run import RUN_DIR_VARIABLE, Run
 
 POLL_S = 0.1
@@ -59,7 +60,7 @@ def run_notebook(
         Refused: the folder cannot be written to or exists.
     """
     check_root(Path(root))
-    with _signals_noted() as signals:
+    with _signals_noted() as signals, adopting_orphans():
         provenance = {**collect(), **prepared.provenance}
         run = Run.create(
             prepared.stem,
@@ -77,11 +78,13 @@ def run_notebook(
         except BaseException as problem:
             run.finish("failed", f"the runner failed: {type(problem).__name__}: {problem}")
             raise
-        with contextlib.suppress(
-            OSError
-        ):  # on a full disk the record, which may still fit, says more than the notebook
+        exit_code = EXIT_CODES[status]
+        if status == "completed" and (found := read_finding(run.dir)):
+            failed, error = found.trouble
+            status, exit_code = "failed" if failed else "completed", 1 if error else 0
+        with contextlib.suppress(OSError):  # on a full disk the record, which may still fit, says more than the notebook
             settle(run.dir / EXECUTED, status, error)
-        run.finish(status, error)
+        run.finish(status, error, exit_code)
         assert run.record is not None
         return run.record
 
@@ -94,6 +97,7 @@ def _execute(
     if cell_timeout:
         command.append(str(cell_timeout))
     environment = os.environ | {RUN_DIR_VARIABLE: str(run.dir), "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+    before = children()
     try:
         with (run.dir / LOG).open("ab") as log:
             child = subprocess.Popen(
@@ -109,7 +113,7 @@ def _execute(
         finally:
             if child.poll() is None:
                 _end(child)
-            end_all(run.dir)
+            end_all(run.dir, spared=before)
         said = child.stdout.read() if child.stdout else b""
         return reason or _outcome(said, child.returncode, run.dir / LOG)
     finally:

@@ -7,9 +7,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from workbench.errors import Refused, refusal
 from workbench.experiment.finding import Finding, PredictionCheck
-from workbench.trainer.config import TrainConfig
+from workbench.trainer.config import MAX_STEPS, TrainConfig
 
 TRAIN_TASK = "workbench.experiment.tasks:TrainTask"
+PROCESS_SPREAD = {"cpu": 0.012, "cuda": 0.002}
+"""As measured between equal arms by ``tests/benchmarks/bench_protocol.py``, by kind of device."""
 
 
 class Spec(BaseModel):
@@ -43,7 +45,7 @@ class Arm(Spec):
 
 
 class Protocol(Spec):
-    """How blocks are measured; see "Protocol" in the documentation.
+    """How blocks are measured.
 
     Arms stay alive in their own processes and take turns of ``block_steps`` steps or more, in alternating order. The interval
     on the paired log-ratios is looked at a quarter, half and all the way through ``max_rounds``, each look at
@@ -60,12 +62,19 @@ class Protocol(Spec):
     effect: Annotated[float, Field(gt=0)] = 0.05
     """Smallest relative difference asked for; measuring stops once the interval's half-width is under it."""
     confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
+    process_spread: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Standard deviation of the log-ratio between fresh pairs of processes of equal arms, which no number of rounds within one
+    pair shows; ``None`` takes ``PROCESS_SPREAD`` of the device's kind."""
     budget_s: Annotated[float, Field(gt=0)] = 600.0
     arm_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """Longest silence of one arm before it counts as timed out: its start with the warm-up, a block, a step of a guard run, or
     the evaluation at its end."""
     alive: bool = True
     """Keep all arms' processes alive; ``False`` restarts an arm for each block when they do not fit together."""
+
+    def spread_on(self, kind: str) -> float:
+        """``process_spread`` on a device of this kind."""
+        return PROCESS_SPREAD.get(kind, 0.0) if self.process_spread is None else self.process_spread
 
     @classmethod
     def for_steps(cls, steps: int, **fields: Any) -> "Protocol":
@@ -88,9 +97,9 @@ class Guard(Spec):
     """
 
     kind: Literal["loss", "accuracy", "none"] = "loss"
-    margin: Annotated[float, Field(gt=0)] = 0.05
-    seeds: Annotated[int, Field(ge=2)] = 3
-    steps: Annotated[int, Field(ge=1)] = 100
+    margin: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.05
+    seeds: Annotated[int, Field(ge=2, le=1000)] = 3
+    steps: Annotated[int, Field(ge=1, le=MAX_STEPS)] = 100
     confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
 
 

@@ -12,7 +12,9 @@ from workbench.experiment.statistics import equivalence, log_ratio_interval, loo
 Stop = Literal["precise", "budget", "rounds"]
 
 
-def effects(baseline: MeasuredArm, variants: list[MeasuredArm], protocol: Protocol, stop: str) -> list[Effect]:
+def effects(
+    baseline: MeasuredArm, variants: list[MeasuredArm], protocol: Protocol, process_spread: float, stop: str
+) -> list[Effect]:
     """Throughput ratios of the variants that have two rounds or more beside the baseline's.
 
     The interval is Bonferroni's over the looks of the sequential rule, so it holds at the protocol's confidence however early
@@ -23,7 +25,7 @@ def effects(baseline: MeasuredArm, variants: list[MeasuredArm], protocol: Protoc
         ratios = [r for _, r in baseline.log_ratios(variant)]
         if len(ratios) < 2:
             continue
-        interval = log_ratio_interval(ratios, look_confidence(protocol.confidence))
+        interval = log_ratio_interval(ratios, look_confidence(protocol.confidence), process_spread)
         found.append(
             Effect(
                 arm=variant.name,
@@ -57,8 +59,8 @@ def _verdict(baseline: MeasuredArm, variant: MeasuredArm, guard: Guard) -> Guard
         return GuardVerdict(
             arm=variant.name, kind=kind, state="not run", margin=guard.margin, seeds=len(pairs), reason=reason
         )
-    # A loss has no natural scale: its margin is a share of the baseline's mean loss. Accuracy's is absolute.
-    scale = statistics.fmean(b for _, b in pairs) if guard.kind == "loss" else 1.0
+    # A loss has no natural scale: its margin is a share of the baseline's mean loss, unless that is 0. Accuracy's is absolute.
+    scale = (statistics.fmean(b for _, b in pairs) if guard.kind == "loss" else 1.0) or 1.0
     test = equivalence(
         [v / scale for v, _ in pairs], [b / scale for _, b in pairs], margin=guard.margin, confidence=guard.confidence
     )

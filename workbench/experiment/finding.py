@@ -3,10 +3,12 @@
 Plain data, JSON in and out, no torch. ``runs/<id>/finding.json`` holds one; reports and queries read it from there.
 """
 
-from datetime import datetime
+from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from workbench.records import query
 
 ArmStatus = Literal["completed", "oom", "killed", "timeout", "diverged", "crashed", "unavailable"]
 GuardState = Literal["passed", "failed", "inconclusive", "not run"]
@@ -108,6 +110,11 @@ class Decision(Plain):
     reason: str
 
 
+def _ended(arm: ArmResult) -> str:
+    why = arm.error.strip().splitlines()
+    return f"{arm.name!r} {arm.status}" + (f" ({why[-1][:200]})" if why else "")
+
+
 class Finding(Plain):
     """The result of one ablation, complete enough to be judged without the notebook."""
 
@@ -120,7 +127,7 @@ class Finding(Plain):
     claims: list[str] = []
     """Ids in the claims ledger that this finding speaks to, such as ``C2``."""
     tier: Tier = "measured"
-    created: datetime
+    created: AwareDatetime
     device: str
     """The device's own name, such as ``NVIDIA H200`` or the CPU's model name."""
     device_facts: dict[str, Any] = {}
@@ -137,8 +144,37 @@ class Finding(Plain):
     """Where this stops being true."""
     duration_s: float = 0.0
 
+    @model_validator(mode="after")
+    def _names_its_arms(self) -> "Finding":
+        """What it says is of arms that it has; readers rely on it."""
+        known = {arm.name for arm in self.arms}
+        spoken = [self.baseline, *(x.arm for x in (*self.effects, *self.guards, *self.predictions, *self.decisions))]
+        for name in spoken:
+            if name not in known:
+                raise ValueError(f"speaks of an arm {name!r} that it does not have")
+        return self
+
     def arm(self, name: str) -> ArmResult:
         return next(a for a in self.arms if a.name == name)
+
+    @property
+    def failed_arms(self) -> list[ArmResult]:
+        """Arms that ended before they could be measured. Divergence is a measured result; so is what a device cannot run."""
+        return [a for a in self.arms if a.status not in ("completed", "diverged", "unavailable")]
+
+    @property
+    def trouble(self) -> tuple[bool, str]:
+        """Whether the experiment as a whole failed, and in one line what went wrong; empty if nothing did.
+
+        Without its baseline nothing can be compared. A variant that failed leaves the others' results standing.
+        """
+        first = self.arm(self.baseline)
+        if first.status != "completed":
+            return True, f"nothing could be compared: the baseline {_ended(first)}"
+        if failed := self.failed_arms:
+            said = "; ".join(_ended(arm) for arm in failed)
+            return False, f"{len(failed)} of {len(self.arms)} arms failed: {said}"
+        return False, ""
 
     @property
     def headline(self) -> str:
@@ -150,3 +186,11 @@ class Finding(Plain):
             figure = f" ({e.ratio:.2f}× [{e.interval.low:.2f}, {e.interval.high:.2f}])" if e else ""
             said.append(f"{d.arm}: {d.decision}{figure}")
         return "; ".join(said) or "no decision"
+
+
+def read_finding(folder: Path) -> Finding | None:
+    """The finding in a run's folder; ``None`` where there is none or it cannot be read."""
+    try:
+        return Finding.model_validate(query.finding(folder))
+    except ValidationError:
+        return None

@@ -58,7 +58,8 @@ def run_ablation(ablation: Ablation, root: Path | str = "") -> Finding:
     except BaseException as error:
         run.finish("failed", f"{type(error).__name__}: {error}")
         raise
-    run.finish("completed")
+    failed, said = finding.trouble
+    run.finish("failed" if failed else "completed", said, exit_code=1 if said else 0)
     return finding
 
 
@@ -127,6 +128,7 @@ class _Experiment:
     def __init__(self, ablation: Ablation, configs: dict[str, TrainConfig], facts: DeviceFacts, run: Run) -> None:
         self.ablation, self.facts, self.run = ablation, facts, run
         self.protocol = ablation.protocol
+        self.process_spread = self.protocol.spread_on(facts.kind)
         self.predictions = predict_arms(ablation.arms, configs, facts)
         self.arms = [
             MeasuredArm(arm, configs[arm.name], self._process(arm, configs[arm.name])) for arm in ablation.arms
@@ -214,7 +216,9 @@ class _Experiment:
     def _precise(self) -> bool:
         measured = [self.baseline.log_ratios(v) for v in self.variants if v.status == "completed"]
         return bool(measured) and all(
-            precise_enough([r for _, r in ratios], self.protocol.confidence, self.protocol.effect)
+            precise_enough(
+                [r for _, r in ratios], self.protocol.confidence, self.protocol.effect, self.process_spread
+            )
             for ratios in measured
         )
 
@@ -274,7 +278,7 @@ class _Experiment:
     def _conclude(self, duration_s: float) -> Finding:
         a = self.ablation
         results = [arm.result() for arm in self.arms]
-        measured = effects(self.baseline, self.variants, self.protocol, self.stop)
+        measured = effects(self.baseline, self.variants, self.protocol, self.process_spread, self.stop)
         guards = guard_verdicts(self.baseline, self.variants, a.guard)
         return Finding(
             name=a.name,
@@ -294,7 +298,7 @@ class _Experiment:
             predictions=check_predictions(self.predictions, results),
             decisions=decide(self.variants, measured, guards, a.guard),
             protocol=a.protocol.model_dump(mode="json")
-            | {"block_steps": self.block_steps, "guard": a.guard.model_dump(mode="json")},
+            | {"block_steps": self.block_steps, "process_spread": self.process_spread, "guard": a.guard.model_dump(mode="json")},
             limits=a.limits,
             duration_s=duration_s,
         )

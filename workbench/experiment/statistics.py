@@ -1,8 +1,8 @@
 """When a difference is a difference: intervals on paired log-ratios, a rule to stop, and equivalence over seeds.
 
 Blocks of neighbouring rounds share the machine's mood, so the ratio of two arms within a round is far steadier than either
-time. On log-ratios the mean is symmetric (twice as fast and half as fast are the same distance from equal) and Student's t
-interval keeps its coverage from a handful of rounds on; a bootstrap of the median is too narrow below twelve.
+time. On log-ratios the mean is symmetric (twice as fast and half as fast are the same distance from equal), and an interval by
+Student's t keeps its coverage from a handful of rounds on; a bootstrap of the median is too narrow below twelve.
 """
 
 import math
@@ -19,6 +19,8 @@ LOOKS = 3
 """Times that the sequential rule may stop: a quarter, half, and all the way through the rounds."""
 FIRST_LOOK = 12
 """Rounds before the first look, where there are as many: fewer leave the spread itself badly known."""
+TRIM = 0.2
+"""Share of the pairs of rounds that is left out at either end."""
 
 
 class RatioInterval(NamedTuple):
@@ -30,23 +32,30 @@ class RatioInterval(NamedTuple):
     half_width: float
 
 
-def log_ratio_interval(log_ratios: ArrayLike, confidence: float) -> RatioInterval:
-    """Student t interval on the mean of paired log-ratios, given back as ratios; infinite with fewer than two.
+def log_ratio_interval(log_ratios: ArrayLike, confidence: float, process_spread: float = 0.0) -> RatioInterval:
+    """Interval on the centre of paired log-ratios, given back as ratios; infinite with fewer than two rounds.
 
-    Its spread is that of means over batches of neighbouring rounds (batch means, Law and Kelton): 2, 3 and 4 rounds a batch
-    at 12, 24 and 48, single rounds below. On crowded cores neighbouring rounds resemble each other, and t on single rounds is
-    then too narrow: between equal arms its mean over its error had a root mean square of 1.5 where independent rounds give
-    1.1. In made-up rounds with a correlation of 0.3 the sequential rule calls 8 % of equal arms different on single rounds,
-    and 5.5 % on batches.
+    The centre is a trimmed mean (Tukey and McLaughlin 1963; Yuen 1974): a fifth of the pairs of rounds at either end is left
+    out, for one interruption by the system outweighs ten quiet rounds. A pair is two neighbouring rounds, A B B A, so that
+    order and short memory of the machine cancel. In made-up rounds with one in twelve interrupted, Student's t on plain means
+    found a 10 % difference in 90 % of runs, and this in 99.9 %; equal arms were called different in at most 5 % by either.
+
+    Args:
+        process_spread: standard deviation of the log-ratio between pairs of fresh processes of equal arms. One pair of
+            processes cannot show it, however many rounds: where its memory lies stays as it is. It widens the interval.
     """
     values = np.asarray(log_ratios, dtype=float)
     n = len(values)
     if n < 2:
         return RatioInterval(math.exp(values.mean()) if n else math.nan, 0.0, math.inf, math.inf)
-    batches = n // round(math.sqrt(n / 3)) if n >= FIRST_LOOK else n
-    means = np.array([batch.mean() for batch in np.array_split(values, batches)])
-    mean, error = values.mean(), means.std(ddof=1) / math.sqrt(batches)
-    half = float(stats.t.ppf(0.5 + confidence / 2, batches - 1) * error)
+    units = np.sort([pair.mean() for pair in np.array_split(values, n // 2)] if n >= FIRST_LOOK else values)
+    cut = int(TRIM * len(units))
+    kept = units[cut : len(units) - cut]
+    spread = np.clip(units, kept[0], kept[-1]).std(ddof=1)
+    error = spread * math.sqrt((len(units) - 1) / (len(kept) * (len(kept) - 1)))
+    upper = 0.5 + confidence / 2
+    half = math.hypot(stats.t.ppf(upper, len(kept) - 1) * error, stats.norm.ppf(upper) * process_spread)
+    mean = kept.mean()
     return RatioInterval(math.exp(mean), math.exp(mean - half), math.exp(mean + half), half)
 
 
@@ -65,12 +74,13 @@ def look_confidence(confidence: float) -> float:
     return 1 - (1 - confidence) / LOOKS
 
 
-def precise_enough(log_ratios: ArrayLike, confidence: float, effect: float) -> bool:
+def precise_enough(log_ratios: ArrayLike, confidence: float, effect: float, process_spread: float = 0.0) -> bool:
     """Whether the interval at a look is narrower than the effect asked for, on the log scale.
 
     The rule looks at the interval's width alone, never at where it lies, so that stopping cannot chase a result.
     """
-    return log_ratio_interval(log_ratios, look_confidence(confidence)).half_width < math.log1p(effect)
+    interval = log_ratio_interval(log_ratios, look_confidence(confidence), process_spread)
+    return interval.half_width < math.log1p(effect)
 
 
 class Equivalence(NamedTuple):

@@ -17,6 +17,8 @@ from workbench.errors import Refused
 PROBE_TIMEOUT_S = 180
 FORMAT = 3
 """Of a cached answer; raised when the probe measures something else."""
+STEADY_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+"""glibc's own maximum of the first; the second is never reached."""
 NO_DEVICE = 3
 """Exit code of the probe when the device asked for is not there; its last line says which are."""
 
@@ -86,8 +88,9 @@ def worker_environment() -> dict[str, str]:
 
     Every operator ends at a barrier that waits for its slowest thread. With a thread on every core, whatever else runs (the
     notebook, the system) stops one of them for a scheduler's slice at hundreds of barriers a step, and times vary tenfold.
+    And glibc keeps the memory that it has: else it gives every large tensor back to the system and fetches it anew, page by page.
     """
-    return {"OMP_NUM_THREADS": str(max(cpu_count() - 1, 1)), **os.environ}
+    return {"OMP_NUM_THREADS": str(max(cpu_count() - 1, 1)), **STEADY_MALLOC, **os.environ}
 
 
 def cpu_count() -> int:

@@ -91,7 +91,7 @@ def _run(
         return fa4.attend(q, k, v, layout, scale, deterministic=deterministic)
     if name == "triton":
         if find_spec("triton") is None:
-            raise Refused("the triton backend needs Triton", fix="pip install 'workbench[gpu]'")
+            raise Refused("the triton backend needs Triton", fix="pip install -e '.[gpu]'")
         from workbench.kernels import triton_op
 
         return triton_op.attend(q, k, v, layout, scale, deterministic=deterministic)

@@ -132,5 +132,5 @@ def _library(module: str, extra: str) -> Any:
     except Exception as error:  # a torchvision of another build fails in its own way
         raise Refused(
             f"models of {module} need that library ({type(error).__name__}: {error})",
-            fix=f"pip install 'workbench[{extra}]'",
+            fix=f"pip install -e '.[{extra}]'",
         ) from error

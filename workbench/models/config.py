@@ -5,11 +5,14 @@ et al. 2022: width 1408, depth 40, MLP 6144); 22b from Dehghani et al. 2023 (wid
 3b, 10b and 32b are ours, at the same proportions. nano and micro are for CPUs.
 """
 
+import importlib.util
+import sys
+from importlib.machinery import PathFinder
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from workbench.errors import Refused, nearest
+from workbench.errors import Refused, nearest, refusal
 
 PositiveInt = Annotated[int, Field(gt=0)]
 
@@ -77,7 +80,8 @@ VITS: dict[str, dict[str, int]] = {
     "vit-32b": _shape(7168, 52, 56, 28672, patch_size=14),
 }
 OTHERS = ("resnet-small",)
-ADAPTERS = ("timm", "hf")
+ADAPTERS = {"timm": "timm", "hf": "transformers"}
+"""Library by scheme; the extra that installs it has the scheme's name."""
 
 
 def vit_config(name: str, **overrides: Any) -> VitConfig:
@@ -98,9 +102,7 @@ def vit_config(name: str, **overrides: Any) -> VitConfig:
     try:
         return VitConfig(**fields)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or name
-        raise Refused(f"shape of {name}", f"{where}: {first['msg']}", fix="change the field named") from None
+        raise refusal(name, error) from None
 
 
 def default_patch_size(image_size: int) -> int:
@@ -114,8 +116,15 @@ def check_model(name: str) -> None:
         return
     scheme, colon, rest = name.partition(":")
     if colon and scheme in ADAPTERS and rest:
+        library = ADAPTERS[scheme]
+        if importlib.util.find_spec(library) is None:
+            raise Refused("model", name, allowed=f"{scheme}: where {library} is installed", fix=f"pip install -e '.[{scheme}]'")
         return
     if colon and rest and all(part.isidentifier() for part in [*scheme.split("."), *rest.split(".")]):
+        if not _is_importable(scheme):
+            raise Refused(
+                "model", name, allowed="a module that can be imported", fix=f"add the folder of {scheme} to PYTHONPATH"
+            )
         return
     raise Refused(
         "model",
@@ -123,3 +132,16 @@ def check_model(name: str) -> None:
         allowed='a registered name, "package.module:factory", "timm:NAME" or "hf:NAME"',
         fix=nearest(name, [*VITS, *OTHERS]),
     )
+
+
+def _is_importable(module: str) -> bool:
+    """Whether a module lies on the path, the folder that Python was started in included. Runs none of its code."""
+    if module in sys.modules:
+        return True
+    path: list[str] | None = ["", *sys.path]
+    for depth, part in enumerate(module.split(".")):
+        spec = PathFinder.find_spec(part, path)
+        if spec is None:
+            return depth == 0 and part in sys.builtin_module_names
+        path = list(spec.submodule_search_locations) if spec.submodule_search_locations is not None else []
+    return True

@@ -78,18 +78,23 @@ def where(root: Path | str, condition: str = "") -> list[dict[str, Any]]:
     records = [json.loads(to_json(r.model_dump(mode="json"))) for r in scan(root)]
     if not records:
         return []
-    with tempfile.NamedTemporaryFile("w", suffix=".jsonl", encoding="utf-8") as file:
+    with duckdb.connect() as connection, tempfile.NamedTemporaryFile("w", suffix=".jsonl", encoding="utf-8") as file:
         file.writelines(to_json(r) + "\n" for r in records)
         file.flush()
+        read_all = f"read_json('{file.name}', format='newline_delimited', maximum_object_size=100000000)"
+        connection.execute(f"create table runs as select * from {read_all}")
+        # A condition comes from a person, perhaps by way of a script: it reads the runs and nothing else.
+        connection.execute("set enable_external_access = false; set lock_configuration = true")
         try:
-            query = f"select * from read_json('{file.name}', format='newline_delimited', maximum_object_size=100000000)"
-            rows = duckdb.execute(f"{query} where {condition}" if condition else query)
+            query = f"select * from runs where ({condition or 'true'}\n)"
+            if len(connection.extract_statements(query)) != 1:
+                raise Refused("condition", condition, allowed="one SQL condition", fix="leave out the semicolon")
+            rows = connection.execute(query)
             names = [column[0] for column in rows.description or ()]
             return [dict(zip(names, values, strict=True)) for values in rows.fetchall()]
         except duckdb.Error as error:
-            raise Refused(
-                "condition", condition, allowed="SQL over the fields of run.json", fix=str(error).split("\n")[0]
-            ) from None
+            fields = "SQL over the fields of run.json: " + ", ".join(RunRecord.model_fields)
+            raise Refused("condition", condition, allowed=fields, fix=str(error).split("\n")[0]) from None
 
 
 def progress(folder: Path) -> dict[str, Any]:
@@ -119,6 +124,8 @@ def _broken(folder: Path, why: str) -> RunRecord:
 
 
 def _folders(root: Path) -> list[Path]:
+    if root.exists() and not root.is_dir():
+        raise Refused("folder of runs", str(root), allowed="a folder; this is a file", fix="name the folder above it")
     if not root.is_dir():
         return []
     return [f for f in sorted(root.iterdir()) if f.is_dir() and not f.name.startswith(".")]

@@ -1,12 +1,11 @@
 """What ``run.json`` says of one run."""
 
 import platform
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
 
 Status = Literal["running", "completed", "failed", "killed", "timeout", "interrupted", "refused", "stale", "broken"]
 """The last two are a reader's word and never written: ``stale`` is a run of another host that has gone silent."""
@@ -56,8 +55,8 @@ class RunRecord(BaseModel):
     notebook: str
     status: Status
     parameters: dict[str, Any] = {}
-    started: datetime | None = None
-    ended: datetime | None = None
+    started: AwareDatetime | None = None
+    ended: AwareDatetime | None = None
     exit_code: int | None = None
     error: str = ""
     writer: Writer | None = None

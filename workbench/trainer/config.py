@@ -9,6 +9,8 @@ from workbench.errors import refusal
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+MAX_STEPS = 100_000_000
+"""Beyond any training; a number above it is a slip of the hand."""
 
 
 class LossScaling(BaseModel):
@@ -54,12 +56,12 @@ class TrainConfig(BaseModel):
     optimizer: Literal["adamw", "sgd"] = "adamw"
     fused_optimizer: bool = False
     learning_rate: PositiveFloat = 1e-3
-    weight_decay: Annotated[float, Field(ge=0)] = 0.05
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.05
     clip_norm: PositiveFloat | None = 1.0
     schedule: Literal["constant", "cosine"] = "cosine"
     warmup_steps: Annotated[int, Field(ge=0)] = 20
     """Optimizer steps of linear learning-rate warm-up (not the protocol's timing warm-up)."""
-    steps: PositiveInt = 400
+    steps: Annotated[int, Field(gt=0, le=MAX_STEPS)] = 400
     """Optimizer steps of the whole run; the schedule ends here."""
     seed: int = 0
     compile: bool = False
