@@ -126,3 +126,10 @@ def _decisions() -> list[Decision]:
         Decision(arm="fp32, batch 4096", decision="no result", reason="the arm ran out of memory"),
         Decision(arm="fp8", decision="no result", reason="unavailable on this device"),
     ]
+
+
+def bare_finding(statuses: dict[str, Any]) -> Finding:
+    """Arms that ended like this, and nothing else; the first is the baseline."""
+    arms = [ArmResult(name=n, status=s, error="" if s == "completed" else "trace\nboom") for n, s in statuses.items()]
+    said = {"name": "n", "title": "T", "question": "Q?", "hypothesis": "H.", "device": "CPU", "workload": {}}
+    return Finding(**said, created=datetime.now(UTC), baseline=arms[0].name, arms=arms)

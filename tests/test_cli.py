@@ -111,7 +111,13 @@ def test_every_command_has_help_that_fits_a_line() -> None:
         (["run", "notebooks/01_baseline.ipynb", "-f", "none.toml"], "none.toml"),
         (["run", "notebooks/01_baseline.ipynb", "-p", "model", "vit-nan"], "vit-nano"),
         (["run", "notebooks/01_baseline.ipynb", "--timeout", "-1"], "timeout"),
+        (["run", "notebooks/01_baseline.ipynb", "-p", "learning_rate", "nan"], "'learning_rate'"),
+        (["run", "notebooks/01_baseline.ipynb", "-p", "steps", "1e21"], "'steps'"),
+        (["run", "notebooks/01_baseline.ipynb", "--out", "/"], "--out"),
         (["run", "--bogus"], "--bogus"),
+        (["status", "--root", "README.md"], "a folder"),
+        (["runs", "--where", "1 = 1); drop table runs; --"], "condition"),
+        (["runs", "--where", "id in (select content from read_text('README.md'))"], "condition"),
         (["ladder", "--stages", "77"], "stage"),
         (["ladder", "--profile", "smokee"], "smoke"),
         (["ladder", "--resume", "last"], "no ladder"),
@@ -199,7 +205,8 @@ def test_run_is_shown_with_its_finding_and_two_are_compared(
     runs: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, out, _ = called(capsys, monkeypatch, "show", "run-a", "--root", str(runs))
-    assert sample_finding(seed=ord("a")).headline.split(";")[0] in out.replace("\n", " ")
+    effect = sample_finding(seed=ord("a")).effects[0]
+    assert f"{effect.arm} adopt {effect.ratio:.2f}×" in " ".join(out.split())
     _, out, _ = called(capsys, monkeypatch, "show", "run-c", "--root", str(runs))
     assert "in two lines" in out
     _, out, _ = called(capsys, monkeypatch, "show", "run-a", "--root", str(runs), "--json")

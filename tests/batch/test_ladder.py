@@ -10,6 +10,7 @@ from workbench.batch.ladder import (
     PLANS,
     Stage,
     Watcher,
+    _locked,
     exit_code,
     find_notebooks,
     new_ladder,
@@ -132,6 +133,8 @@ def test_ladders_that_cannot_be_resumed_are_refused(notebooks: Path, tmp_path: P
     Run.create("02_middle", {"steps": 1}, root, ladder=ladder.plan.id, provenance={})
     with pytest.raises(Refused, match="still running"):
         resumed_ladder("last", root)
+    with _locked(ladder), pytest.raises(Refused, match="another process"):
+        run_ladder(ladder, Watcher())
     (root / PLANS / f"{ladder.plan.id}.json").write_text('{"id": ')
     with pytest.raises(Refused, match="cannot be read"):
         resumed_ladder("last", root)

@@ -132,6 +132,41 @@ def test_kernel_does_not_write_the_runners_record_and_knows_its_run(tmp_path: Pa
     assert list(processes_of(record.dir)) == [], "a process with a session of its own outlived the run"
 
 
+def with_finding(statuses: dict[str, str]) -> str:
+    """A cell that leaves a finding whose arms ended like this; the first is the baseline."""
+    return f"""
+from workbench.records.run import Run
+from tests.samples import bare_finding
+Run.current('n', {{}}).save_finding(bare_finding({statuses!r}).model_dump(mode='json'))"""
+
+
+@pytest.mark.parametrize(
+    ("arms", "status", "code", "said"),
+    [
+        ({"base": "completed", "x": "diverged", "y": "unavailable"}, "completed", 0, ""),
+        ({"base": "completed", "x": "crashed", "y": "oom"}, "completed", 1, "2 of 3 arms failed: 'x' crashed"),
+        ({"base": "crashed", "x": "crashed"}, "failed", 1, "the baseline 'base' crashed (boom)"),
+    ],
+)
+def test_run_whose_arms_failed_says_so(
+    arms: dict[str, str], status: str, code: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+    record = start(tmp_path / "n.ipynb", (with_finding(arms),), tmp_path / "runs")
+    assert (record.status, record.exit_code) == (status, code), record.error
+    assert said in record.error
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="orphans are adopted on Linux only")
+def test_orphan_without_the_runs_environment_ends_with_the_run(tmp_path: Path) -> None:
+    """Its parent is gone, it leads a session of its own and knows nothing of the run."""
+    mark = f"77{os.getpid()}"
+    source = f"import subprocess; subprocess.run('env -i setsid sleep {mark} & exit', shell=True)"
+    record = start(tmp_path / "n.ipynb", (source,), tmp_path / "runs")
+    assert record.status == "completed", record.error
+    assert [p for p in psutil.process_iter(["cmdline"]) if (p.info["cmdline"] or [])[-1:] == [mark]] == []
+
+
 @pytest.mark.parametrize("name", ["a b#ä😀{x}%20", "<img src=x onerror=alert(1)>"])
 def test_any_path_works_and_ids_stay_plain(name: str, tmp_path: Path) -> None:
     record = start(tmp_path / name / f"{name}.ipynb", ("print('ok')",), tmp_path / name / "runs")
@@ -324,9 +359,17 @@ def test_full_disk_is_refused_before_anything_starts(tmp_path: Path, monkeypatch
         ('model: str = "vit-nan"', "vit-nano"),
         ('data: str = "digit"', "digits"),
         ('device: str = "cuda:99"', "device"),
+        ('model: str = "no_such_package.module:make"', "no_such_package"),
+        ('model: str = "workbench.no_such_module:make"', "can be imported"),
+        ("batch: int = 0", "'batch': 0 is not accepted; allowed: greater than 0"),
+        ("seeds: int = 1000000000", "'seeds'"),
+        ("steps: int = 0", "'steps'"),
+        ("learning_rate: float = 1e999", "'learning_rate'"),
+        ("learning_rate: float = -1.0", "'learning_rate'"),
+        ("margin: float = 1e999", "'margin'"),
     ],
 )
-def test_unknown_model_data_and_device_are_refused_before_anything_starts(
+def test_value_that_no_run_could_use_is_refused_before_anything_starts(
     parameters: str, said: str, tmp_path: Path
 ) -> None:
     with pytest.raises(Refused, match=said):

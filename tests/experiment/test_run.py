@@ -7,13 +7,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
 
 from workbench.errors import Refused
 from workbench.experiment import Ablation, Arm, Finding, Guard, Protocol
+from workbench.experiment.arms import ArmProcess
+from workbench.experiment.decision import guard_verdicts
+from workbench.experiment.measured import MeasuredArm
 from workbench.experiment.run import check
 from workbench.records.query import scan
 from workbench.trainer.config import TrainConfig
@@ -97,13 +100,26 @@ def test_arms_that_die_are_results_and_the_others_go_on(tmp_path: Path) -> None:
     # What was measured before an arm died is kept.
     assert len(finding.arm("late").measurement.block_step_times) == 8  # type: ignore[union-attr]
     assert finding.arm("late").trajectories == {"loss": [2.0]}
-    assert scan(tmp_path)[0].status == "completed"
+    record = scan(tmp_path)[0]
+    assert (record.status, record.exit_code) == ("completed", 1)
+    assert "6 of 9 arms failed: 'crash' crashed" in record.error
 
 
 def test_a_dead_baseline_gives_no_result_and_says_so(tmp_path: Path) -> None:
     finding = ablation(arm("base", fault="crash", at="warm-up"), arm("other")).run(tmp_path)
     assert finding.arm("base").status == "crashed"
     assert words(finding) == {"other": "no result"}
+    record = scan(tmp_path)[0]
+    assert (record.status, record.exit_code) == ("failed", 1)
+    assert "the baseline 'base' crashed" in record.error
+
+
+def test_a_baseline_whose_loss_is_zero_is_compared_absolutely() -> None:
+    base, other = (MeasuredArm(arm(n), TrainConfig(), cast(ArmProcess, None)) for n in ("base", "other"))
+    base.guard_runs = [{"seed": seed, "loss": 0.0} for seed in range(3)]
+    other.guard_runs = [{"seed": seed, "loss": 0.01} for seed in range(3)]
+    verdict = guard_verdicts(base, [other], Guard(margin=0.05))[0]
+    assert (verdict.state, verdict.difference) == ("passed", pytest.approx(0.01))
 
 
 def test_an_unavailable_arm_is_reported_and_not_started(tmp_path: Path) -> None:

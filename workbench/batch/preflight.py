@@ -101,7 +101,8 @@ def check_meaning(values: Mapping[str, Any]) -> dict[str, Any]:
 def _check_range(name: str, value: Any) -> None:
     field = SHARED[name]
     try:
-        TypeAdapter(Annotated[field.annotation, field]).validate_python(value)
+        adapter: TypeAdapter[Any] = TypeAdapter(Annotated[field.annotation, field])  # type: ignore[arg-type]
+        adapter.validate_python(value)
     except ValidationError as error:
         said = error.errors()[0]["msg"].removeprefix("Input should be ")
         raise Refused(f"parameter {name!r}", value, allowed=said) from None

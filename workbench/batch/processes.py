@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -17,34 +17,25 @@ PATIENCE_S = 5.0
 PR_SET_CHILD_SUBREAPER = 36
 
 
-@contextlib.contextmanager
-def adopting_orphans() -> Iterator[None]:
-    """While it lasts, a descendant whose parent died becomes this process's child, on Linux; so ``end_all`` finds it."""
-    _set_subreaper(True)
-    try:
-        yield
-    finally:
-        _set_subreaper(False)
+def adopt_orphans() -> None:
+    """From now on a descendant whose parent died becomes this process's child, on Linux; so ``end_all`` finds it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def end_all(folder: Path, spared: Collection[int]) -> None:
-    """SIGKILL every process that a run started, until none is left.
+def end_all(folder: Path, *, descendants: bool = False) -> None:
+    """SIGKILL every other process that a run started, until none is left.
 
-    Those are the processes that carry the run's folder in their environment (a tree of parents misses what outlived its
-    parent), and the children of this process (the environment misses what dropped it) other than ``spared``, which were there
-    before the run.
+    Those are the processes that carry the run's folder in their environment, for a process group or a tree of parents misses
+    what has begun a session of its own or outlived its parent; and with ``descendants`` all below this process, for the
+    environment misses what dropped it.
     """
     deadline = time.monotonic() + PATIENCE_S
-    while (found := [*processes_of(folder), *_descendants(spared)]) and time.monotonic() < deadline:
+    while (found := [*processes_of(folder), *(_descendants() if descendants else ())]) and time.monotonic() < deadline:
         for process in found:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         psutil.wait_procs(found, timeout=0.2)
-
-
-def children() -> set[int]:
-    """The pids of this process's children."""
-    return {child.pid for child in psutil.Process().children()}
 
 
 def processes_of(folder: Path) -> Iterator[psutil.Process]:
@@ -63,17 +54,12 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _descendants(spared: Collection[int]) -> Iterator[psutil.Process]:
-    for child in psutil.Process().children():
-        if child.pid not in spared:
-            with contextlib.suppress(psutil.Error):
-                yield from (process for process in (child, *child.children(recursive=True)) if _lives(process))
+def _descendants() -> Iterator[psutil.Process]:
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if _lives(process):
+                yield process
 
 
 def _lives(process: psutil.Process) -> bool:
     return process.status() != psutil.STATUS_ZOMBIE
-
-
-def _set_subreaper(on: bool) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0)

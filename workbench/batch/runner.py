@@ -20,7 +20,7 @@ from pathlib import Path
 from workbench.batch.executed import settle
 from workbench.batch.notebook import EXECUTED, LOG, write_notebook
 from workbench.batch.preflight import Prepared, check_root
-from workbench.batch.processes import adopting_orphans, children, end_all, signal_name
+from workbench.batch.processes import end_all, signal_name
 from workbench.experiment.finding import read_finding
 from workbench.records.provenance import collect
 from workbench.records.record import EXIT_CODES, RunRecord, Status
@@ -60,7 +60,7 @@ def run_notebook(
         Refused: the folder cannot be written to or exists.
     """
     check_root(Path(root))
-    with _signals_noted() as signals, adopting_orphans():
+    with _signals_noted() as signals:
         provenance = {**collect(), **prepared.provenance}
         run = Run.create(
             prepared.stem,
@@ -82,7 +82,8 @@ def run_notebook(
         if status == "completed" and (found := read_finding(run.dir)):
             failed, error = found.trouble
             status, exit_code = "failed" if failed else "completed", 1 if error else 0
-        with contextlib.suppress(OSError):  # on a full disk the record, which may still fit, says more than the notebook
+        # On a full disk the record, which may still fit, says more than the notebook.
+        with contextlib.suppress(OSError):
             settle(run.dir / EXECUTED, status, error)
         run.finish(status, error, exit_code)
         assert run.record is not None
@@ -97,7 +98,6 @@ def _execute(
     if cell_timeout:
         command.append(str(cell_timeout))
     environment = os.environ | {RUN_DIR_VARIABLE: str(run.dir), "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
-    before = children()
     try:
         with (run.dir / LOG).open("ab") as log:
             child = subprocess.Popen(
@@ -113,7 +113,7 @@ def _execute(
         finally:
             if child.poll() is None:
                 _end(child)
-            end_all(run.dir, spared=before)
+            end_all(run.dir)
         said = child.stdout.read() if child.stdout else b""
         return reason or _outcome(said, child.returncode, run.dir / LOG)
     finally:

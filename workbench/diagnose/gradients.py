@@ -107,7 +107,7 @@ class GradientMonitor:
         self._gradients.append(torch.stack((squares, _over_shards(largest, gradients, "max"), bad)))
         self._steps.append(step)
         if self.updates:
-            self._weights = list(torch._foreach_clone([_local(p) for p in self._parameters]))
+            self._weights = list(torch._foreach_mul([_local(p) for p in self._parameters], 1.0))
 
     @torch.no_grad()
     def after_update(self, step: int) -> None:

@@ -11,7 +11,8 @@ from workbench.trainer.config import MAX_STEPS, TrainConfig
 
 TRAIN_TASK = "workbench.experiment.tasks:TrainTask"
 PROCESS_SPREAD = {"cpu": 0.012, "cuda": 0.002}
-"""As measured between equal arms by ``tests/benchmarks/bench_protocol.py``, by kind of device."""
+"""By kind of device. 20 pairs of equal arms on two CPU cores gave 0.009, 20 slowed pairs 0.011 (``bench_protocol.py``); that of
+GPUs is an assumption until it is measured alike."""
 
 
 class Spec(BaseModel):

@@ -3,6 +3,8 @@
 Plain data, JSON in and out, no torch. ``runs/<id>/finding.json`` holds one; reports and queries read it from there.
 """
 
+from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -148,8 +150,8 @@ class Finding(Plain):
     def _names_its_arms(self) -> "Finding":
         """What it says is of arms that it has; readers rely on it."""
         known = {arm.name for arm in self.arms}
-        spoken = [self.baseline, *(x.arm for x in (*self.effects, *self.guards, *self.predictions, *self.decisions))]
-        for name in spoken:
+        lists: tuple[Iterable[Any], ...] = (self.effects, self.guards, self.predictions, self.decisions)
+        for name in [self.baseline, *(item.arm for item in chain(*lists))]:
             if name not in known:
                 raise ValueError(f"speaks of an arm {name!r} that it does not have")
         return self

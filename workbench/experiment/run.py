@@ -216,9 +216,7 @@ class _Experiment:
     def _precise(self) -> bool:
         measured = [self.baseline.log_ratios(v) for v in self.variants if v.status == "completed"]
         return bool(measured) and all(
-            precise_enough(
-                [r for _, r in ratios], self.protocol.confidence, self.protocol.effect, self.process_spread
-            )
+            precise_enough([r for _, r in ratios], self.protocol.confidence, self.protocol.effect, self.process_spread)
             for ratios in measured
         )
 
@@ -298,7 +296,11 @@ class _Experiment:
             predictions=check_predictions(self.predictions, results),
             decisions=decide(self.variants, measured, guards, a.guard),
             protocol=a.protocol.model_dump(mode="json")
-            | {"block_steps": self.block_steps, "process_spread": self.process_spread, "guard": a.guard.model_dump(mode="json")},
+            | {
+                "block_steps": self.block_steps,
+                "process_spread": self.process_spread,
+                "guard": a.guard.model_dump(mode="json"),
+            },
             limits=a.limits,
             duration_s=duration_s,
         )

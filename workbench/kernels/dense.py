@@ -1,12 +1,18 @@
 """The dense backend: PyTorch's own attention, with the layout as a token mask unless every block is live."""
 
+import contextlib
+
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from workbench.errors import Refused
 from workbench.kernels.layout import BlockLayout
 
 LARGEST_MASKED = 16384  # tokens; the boolean mask then takes 256 MiB
+
+# Below, PyTorch's fused attention with a mask now and then leaves NaN in the gradients: one token, H200, torch 2.11.
+SMALLEST_FUSED = 8
 
 
 def attend(
@@ -25,7 +31,9 @@ def attend(
     mask = layout.to_dense_mask().to(q.device)
     seen = mask.any(-1, keepdim=True)
     # A row without keys has no softmax: let it see everything, then set its output to zero.
-    out = scaled_dot_product_attention(q, k, v, attn_mask=mask | ~seen, scale=scale).masked_fill(~seen, 0)
+    with sdpa_kernel(SDPBackend.MATH) if q.is_cuda and layout.n < SMALLEST_FUSED else contextlib.nullcontext():
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask | ~seen, scale=scale)
+    out = out.masked_fill(~seen, 0)
     if not return_lse:
         return out, None
     scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * scale

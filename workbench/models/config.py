@@ -5,7 +5,6 @@ et al. 2022: width 1408, depth 40, MLP 6144); 22b from Dehghani et al. 2023 (wid
 3b, 10b and 32b are ours, at the same proportions. nano and micro are for CPUs.
 """
 
-import importlib.util
 import sys
 from importlib.machinery import PathFinder
 from typing import Annotated, Any, Literal
@@ -117,8 +116,10 @@ def check_model(name: str) -> None:
     scheme, colon, rest = name.partition(":")
     if colon and scheme in ADAPTERS and rest:
         library = ADAPTERS[scheme]
-        if importlib.util.find_spec(library) is None:
-            raise Refused("model", name, allowed=f"{scheme}: where {library} is installed", fix=f"pip install -e '.[{scheme}]'")
+        if not _is_importable(library):
+            raise Refused(
+                "model", name, allowed=f"{scheme}: where {library} is installed", fix=f"pip install -e '.[{scheme}]'"
+            )
         return
     if colon and rest and all(part.isidentifier() for part in [*scheme.split("."), *rest.split(".")]):
         if not _is_importable(scheme):
