@@ -65,6 +65,12 @@ def test_skips_beyond_what_growth_explains_are_reported() -> None:
     assert faults(history, interval=20) == []
 
 
+def test_the_tolerance_of_a_hysteresis_is_no_halving_for_ever() -> None:
+    history = [ScaleRecord(0, 2.0**10, False), *(ScaleRecord(s, 2.0**10, True) for s in range(1, 10))]
+    assert faults(history) == [HALVES_FOR_EVER]
+    assert faults(history, hysteresis=4) == []
+
+
 def test_senseless_constants_are_refused() -> None:
     with pytest.raises(Refused):
         ScaleWatch(floor=0)

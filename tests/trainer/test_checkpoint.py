@@ -23,7 +23,7 @@ def without_times(records: list[StepRecord]) -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_resuming_in_the_middle_of_an_epoch_is_exact_to_the_bit(tmp_path: Path, precision: str) -> None:
-    setting = config(precision=precision, loss_scaling=LossScaling(init=2.0**20, interval=2))
+    setting = config(precision=precision, loss_scaling=LossScaling(init=2.0**20, interval=2, hysteresis=2))
     straight, first, resumed = (Trainer(setting) for _ in range(3))
     records = straight.train(10)
     first.train(5)

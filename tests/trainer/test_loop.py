@@ -1,6 +1,8 @@
 """A training run: it learns, and it does not hide what goes wrong."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -152,9 +154,12 @@ def test_a_loss_scale_does_not_halve_for_ever() -> None:
     trainer = Trainer(config(precision="fp16", loss_scaling=LossScaling(init=2.0**6)))
     overflow_from(trainer, 0)
     seen: list[StepRecord] = []
-    with pytest.raises(Diverged, match="loss scale 1 "):
+    with pytest.raises(
+        Diverged, match=r"loss scale 1 at step 6, the scale's floor; first .inf at step 6 .* in the root module"
+    ):
         trainer.train(20, seen.append)
     assert [r.loss_scale for r in seen] == [64, 32, 16, 8, 4, 2, 1]
+    assert trainer.step == 7 and trainer.updates == 0
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
@@ -194,6 +199,12 @@ def test_callbacks_hear_each_point_in_order() -> None:
     heard: list[tuple[str, int]] = []
 
     class Listen(Callback):
+        @contextmanager
+        def around_step(self, trainer: Trainer, step: int) -> Iterator[None]:
+            heard.append(("step begins", step))
+            yield
+            heard.append(("step ends", step))
+
         def before_clipping(self, trainer: Trainer, step: int) -> None:
             assert all(p.grad is not None for p in trainer.model.parameters())
             heard.append(("before_clipping", step))
@@ -211,7 +222,7 @@ def test_callbacks_hear_each_point_in_order() -> None:
     trainer.train(1)
     trainer.train(1)
     trainer.evaluate()
-    points = ["before_clipping", "after_update", "on_step"]
+    points = ["step begins", "before_clipping", "step ends", "after_update", "on_step"]
     assert heard == [(point, step) for step in (0, 1) for point in points] + [("on_evaluate", 360)]
 
 

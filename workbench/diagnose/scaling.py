@@ -46,15 +46,19 @@ class ScaleWatch:
     Args:
         floor: smallest scale worth training with. Below 1 the loss is scaled *down*: then overflow, not underflow, is the
             trouble, and scaling is no cure.
-        growth, interval: the scaler's constants.
+        growth, interval, hysteresis: the scaler's constants.
         patience: skipped steps in a row that calibration under way does not need.
     """
 
-    def __init__(self, *, floor: float = 1.0, growth: float = 2.0, interval: int = 2000, patience: int = 8) -> None:
-        if not floor > 0 or not growth > 1 or interval < 1 or patience < 2:
-            values = (floor, growth, interval, patience)
-            raise Refused("loss scale watch", values, allowed="floor > 0, growth > 1, interval ≥ 1, patience ≥ 2")
-        self.floor, self.growth, self.interval, self.patience = floor, growth, interval, patience
+    def __init__(
+        self, *, floor: float = 1.0, growth: float = 2.0, interval: int = 2000, hysteresis: int = 1, patience: int = 8
+    ) -> None:
+        if not floor > 0 or not growth > 1 or interval < 1 or hysteresis < 1 or patience < 2:
+            values = (floor, growth, interval, hysteresis, patience)
+            allowed = "floor > 0, growth > 1, interval ≥ 1, hysteresis ≥ 1, patience ≥ 2"
+            raise Refused("loss scale watch", values, allowed=allowed)
+        self.floor, self.growth, self.interval, self.hysteresis = floor, growth, interval, hysteresis
+        self.patience = patience + hysteresis - 1
         self.stop = False
         self.symptoms: list[Symptom] = []
         self._row: list[ScaleRecord] = []
@@ -104,7 +108,7 @@ class ScaleWatch:
         if window < (self._recent.maxlen or 0):
             return None
         # One failed growth per interval, and its regrowth takes another: twice that, and what chance adds to a count.
-        expected = 2 * window / self.interval
+        expected = 2 * self.hysteresis * window / self.interval
         limit = expected + 3 * math.sqrt(expected)
         skips = sum(self._recent)
         if skips <= max(limit, 5):

@@ -1,5 +1,6 @@
 """What can watch a run."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -9,9 +10,13 @@ if TYPE_CHECKING:
 class Callback:
     """Watches a run; does nothing until some of these are overridden. ``step`` counts attempts from 0.
 
-    The first two are called inside each step, as the host gets there: what they compute should stay on the device. The others
+    The first three are called in each step, as the host gets there: what they compute should stay on the device. The others
     get values that were read from it, for a whole block of steps at once.
     """
+
+    def around_step(self, trainer: "Trainer", step: int) -> AbstractContextManager[object]:
+        """A context around the step's forwards, backwards and update; left also when an exception flies."""
+        return nullcontext()
 
     def before_clipping(self, trainer: "Trainer", step: int) -> None:
         """Gradients are whole and unscaled, as the backward passes left them."""

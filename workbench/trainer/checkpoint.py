@@ -13,7 +13,7 @@ from workbench.records.atomic import write_bytes
 if TYPE_CHECKING:
     from workbench.trainer.loop import Trainer
 
-FORMAT = "workbench-checkpoint-2"
+FORMAT = "workbench-checkpoint-3"
 KEYS = {"format", "config", "model", "optimizer", "scaler", "data", "random", "random_cuda", "step", "updates"}
 MAY_DIFFER = {"steps", "device", "micro_batch", "num_workers", "compile"}
 """Fields of the configuration that say how or how long a run goes on, not what it computes."""

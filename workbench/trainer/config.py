@@ -17,7 +17,7 @@ class LossScaling(BaseModel):
     """Constants of fp16 loss scaling; the defaults are ``torch.amp.GradScaler``'s.
 
     ``dynamic`` multiplies the scale by ``growth`` after ``interval`` steps without overflow and by ``backoff`` after an
-    overflow; ``static`` keeps ``init``; ``none`` does not scale.
+    overflow; ``static`` keeps ``init``; ``none`` does not scale. The step of an overflow is skipped in either case.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -27,6 +27,16 @@ class LossScaling(BaseModel):
     growth: Annotated[float, Field(gt=1)] = 2.0
     backoff: Annotated[float, Field(gt=0, lt=1)] = 0.5
     interval: PositiveInt = 2000
+    floor: PositiveFloat = 1.0
+    """The scale is not lowered beyond; a run that overflows here is stopped. Below 1 the loss is scaled *down*."""
+    hysteresis: PositiveInt = 1
+    """Which overflow since the last growth is the first to lower the scale, as in Megatron-LM (Narayanan et al. 2021)."""
+
+    @model_validator(mode="after")
+    def _floor_lies_below(self) -> "LossScaling":
+        if self.mode == "dynamic" and self.floor > self.init:
+            raise ValueError(f"floor {self.floor:g} exceeds init {self.init:g}")
+        return self
 
 
 class TrainConfig(BaseModel):

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from workbench.data.datasets import open_dataset
 from workbench.data.loading import make_loader, validation_batches
 from workbench.data.sources import check_source
+from workbench.diagnose.nonfinite import FirstNonFinite, NonFinite
 from workbench.errors import Refused
 from workbench.hardware.meters import EnergyMeter, PeakMemory
 from workbench.models.build import build_model
@@ -24,12 +26,10 @@ from workbench.trainer.meters import StepClock, StepTimes
 from workbench.trainer.module_precision import apply_precision
 from workbench.trainer.optim import learning_rate, make_optimizer
 from workbench.trainer.precision import LossScaler, autocast, set_matmul_precision
-from workbench.trainer.step import StepOutcome, train_step
+from workbench.trainer.step import StepOutcome, accumulate_gradients, train_step
 
 READ_EVERY, READ_AFTER_S = 32, 1.0
 """Most steps, and about the most seconds, between two reads of the device's values: rare enough to cost nothing."""
-SCALE_FLOOR = 1.0
-"""A gradient that overflows at this loss scale overflows by itself, and no scale helps."""
 
 
 class Diverged(RuntimeError):
@@ -37,13 +37,19 @@ class Diverged(RuntimeError):
 
     def __init__(self, record: "StepRecord") -> None:
         scale = "" if record.loss_scale is None else f" at loss scale {record.loss_scale:g}"
-        super().__init__(f"loss is {record.loss}, gradient norm {record.grad_norm}{scale} at step {record.step}")
+        said = f"loss is {record.loss}, gradient norm {record.grad_norm}{scale} at step {record.step}"
+        if record.exhausted:
+            said += f", the scale's floor; {record.overflow or 'the step, repeated, did not overflow again'}"
+        super().__init__(said)
         self.step, self.loss = record.step, record.loss
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step. ``grad_norm`` is before clipping; ``step`` counts attempts from 0, skipped ones included."""
+    """One optimizer step. ``grad_norm`` is before clipping; ``step`` counts attempts from 0, skipped ones included.
+
+    ``exhausted``: it overflowed at the loss scale's floor; ``overflow`` says where, if a repetition of the step showed it.
+    """
 
     step: int
     loss: float
@@ -53,12 +59,14 @@ class StepRecord:
     skipped: bool
     samples: int
     times: StepTimes
+    exhausted: bool = False
+    overflow: NonFinite | None = None
 
     @property
     def diverged(self) -> bool:
         """Whether going on is of no use. Overflow under a loss scale is not that: its update is skipped, its scale lowered."""
         if self.loss_scale is not None:
-            return self.skipped and self.loss_scale <= SCALE_FLOOR
+            return self.exhausted
         return not (math.isfinite(self.loss) and math.isfinite(self.grad_norm))
 
 
@@ -112,6 +120,7 @@ class Trainer:
             open_dataset(config.data, "train"), config.global_batch, seed=config.seed, num_workers=config.num_workers
         )
         self.step, self.updates = 0, 0
+        self._overflow: NonFinite | None = None
         self._clock = StepClock(self.device)
 
     def train(self, num_steps: int, on_step: Callable[[StepRecord], None] | None = None) -> list[StepRecord]:
@@ -144,6 +153,8 @@ class Trainer:
         try:
             while len(taken) < num_steps and (not taken or time.perf_counter() - began < READ_AFTER_S):
                 taken.append(self._step())
+                if taken[-1][0].exhausted:
+                    break
         except BaseException:
             self._drop_half_step()
             raise
@@ -151,7 +162,18 @@ class Trainer:
         all_times = self._clock.resolve()
         samples = self.config.global_batch
         return [
-            StepRecord(step, loss, norm, rate, outcome.loss_scale, outcome.skipped, samples, times)
+            StepRecord(
+                step,
+                loss,
+                norm,
+                rate,
+                outcome.loss_scale,
+                outcome.skipped,
+                samples,
+                times,
+                outcome.exhausted,
+                self._overflow if outcome.exhausted else None,
+            )
             for step, ((outcome, rate), (loss, norm), times) in enumerate(
                 zip(taken, values, all_times, strict=True), first
             )
@@ -167,18 +189,23 @@ class Trainer:
         images, labels = next(self.loader)
         images, labels = images.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
         self._clock.wait_ends()
-        outcome = train_step(
-            self._forward,
-            self._parameters,
-            self.optimizer,
-            self.scaler,
-            images,
-            labels,
-            config=self.config,
-            loss_function=self._loss,
-            clock=self._clock,
-            before_clipping=self._before_clipping,
-        )
+        with ExitStack() as watched:
+            for callback in self.callbacks:
+                watched.enter_context(callback.around_step(self, self.step))
+            outcome = train_step(
+                self._forward,
+                self._parameters,
+                self.optimizer,
+                self.scaler,
+                images,
+                labels,
+                config=self.config,
+                loss_function=self._loss,
+                clock=self._clock,
+                before_clipping=self._before_clipping,
+            )
+        if outcome.exhausted:
+            self._overflow = self._find_overflow(images, labels)
         step = self.step
         self.step += 1
         self.updates += not outcome.skipped
@@ -189,6 +216,20 @@ class Trainer:
     def _before_clipping(self) -> None:
         for callback in self.callbacks:
             callback.before_clipping(self, self.step)
+
+    def _find_overflow(self, images: Tensor, labels: Tensor) -> NonFinite | None:
+        """Repeat a step that overflowed, without its update, under a finder of the operator where that began.
+
+        With a process group all ranks do so together, for all of them are at the floor.
+        """
+        finder, clock = FirstNonFinite(self.model, policy="skip"), StepClock(self.device)
+        clock.begin()
+        with finder.watch(self.step):
+            accumulate_gradients(
+                self.model, self.scaler, images, labels, config=self.config, loss_function=self._loss, clock=clock
+            )
+        self.optimizer.zero_grad(set_to_none=True)
+        return finder.found
 
     def _drop_half_step(self) -> None:
         """Leave nothing of an interrupted step that the next would add to; its batch counts as seen."""

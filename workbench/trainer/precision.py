@@ -1,12 +1,14 @@
 """The dtype that a step computes in, and the loss scale that keeps fp16 gradients from vanishing."""
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from workbench.errors import Refused
 from workbench.trainer.config import LossScaling, Precision
+from workbench.trainer.loss_scale import LossScale
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 """What is not an fp8 product runs in bf16 around it."""
@@ -35,20 +37,16 @@ class LossScaler:
     """Loss scaling for fp16 over ``torch.amp.GradScaler``; does nothing in other precisions.
 
     One step is ``scale`` → backward → ``unscale`` → clipping → ``step``. ``step`` skips the update when ``unscale`` found a
-    non-finite gradient, which is the scaler's way of finding the largest scale, not a fault.
+    non-finite gradient, which is the scaler's way of finding the largest scale, not a fault. With a process group all ranks
+    skip when one of them found such a gradient, so that weights and scales stay equal.
+
+    The scale follows from the skips, which the host learns anyway: it is kept here, and reading it waits for nothing.
     """
 
     def __init__(self, config: LossScaling, precision: Precision, device: torch.device) -> None:
         self.enabled = precision == "fp16" and config.mode != "none"
-        self._fixed = config.init if config.mode == "static" else None
-        self._scaler = torch.amp.GradScaler(
-            device.type,
-            init_scale=config.init,
-            growth_factor=config.growth,
-            backoff_factor=config.backoff,
-            growth_interval=config.interval,
-            enabled=self.enabled,
-        )
+        self._scale = LossScale(config)
+        self._scaler = torch.amp.GradScaler(device.type, init_scale=config.init, enabled=self.enabled)
         # It makes its state on the device at first use; what resets or restores it should find it there.
         self._scaler.scale(torch.zeros(1, device=device))
 
@@ -57,6 +55,9 @@ class LossScaler:
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         self._scaler.unscale_(optimizer)
+        if self.enabled and distributed.is_available() and distributed.is_initialized():
+            for found in self._scaler._found_inf_per_device(optimizer).values():
+                distributed.all_reduce(found, distributed.ReduceOp.MAX)
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Update the weights unless a gradient was not finite; whether the update was skipped."""
@@ -67,24 +68,33 @@ class LossScaler:
         found = self._scaler._found_inf_per_device(optimizer)
         skipped = any(flag.item() > 0 for flag in found.values())
         self._scaler.step(optimizer)
-        self._scaler.update(self._fixed)
+        self._scale.update(skipped)
+        self._scaler.update(self._scale.value)
         return skipped
 
     def drop_half_step(self) -> None:
         """Forget what was unscaled and found in a step that did not reach its end; the scale stays."""
         if self.enabled:
-            self._scaler.update(self._scaler.get_scale())
+            self._scaler.update(self._scale.value)
 
     @property
     def value(self) -> float | None:
-        return float(self._scaler.get_scale()) if self.enabled else None
+        """The scale of the step to come; ``None`` where the loss is not scaled."""
+        return self._scale.value if self.enabled else None
 
-    def state_dict(self) -> dict[str, object]:
-        return self._scaler.state_dict()
+    @property
+    def exhausted(self) -> bool:
+        """Whether the last step overflowed at the floor, where the scale cannot be lowered any more."""
+        return self._scale.exhausted
 
-    def load_state_dict(self, state: dict[str, object]) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        """Empty where the loss is not scaled."""
+        return self._scale.state_dict() if self.enabled else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.enabled:
-            self._scaler.load_state_dict(state)
+            self._scale.load_state_dict(state)
+            self._scaler.update(self._scale.value)
 
 
 def clip(parameters: list[Tensor], max_norm: float | None) -> Tensor:
