@@ -1,8 +1,6 @@
-"""Guard runs that also record every layer's gradient norms, and what such records say of an explosion.
+"""What every layer's recorded gradient norms say of an explosion: the finding alone is enough to find where it began.
 
-Layer series travel in an arm's trajectories as ``gradient/LAYER`` and ``weight/LAYER``, one value per optimizer step, so that
-the finding alone is enough to find where an explosion began. Imports no torch; the task that records them is
-``stability_task.ExplosionTask``.
+Imports no torch; the task that records them is ``recording_task.ExplosionTask``.
 """
 
 from dataclasses import dataclass
@@ -10,11 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from workbench.diagnose.explosion import Explosion, find_explosion
-from workbench.errors import Refused
 from workbench.experiment.finding import ArmResult
-
-EXPLOSION_TASK = "workbench.experiment.stability_task:ExplosionTask"
-GRADIENT, WEIGHT = "gradient/", "weight/"
+from workbench.experiment.recorded import GRADIENT, WEIGHT, series
 
 
 @dataclass(frozen=True)
@@ -56,14 +51,10 @@ def layer_records(arm: ArmResult) -> LayerRecords:
     Raises:
         Refused: the arm recorded none.
     """
-    series = {name: np.array(values, dtype=float) for name, values in arm.trajectories.items()}
-    layers = tuple(name.removeprefix(GRADIENT) for name in series if name.startswith(GRADIENT))
-    if not layers:
-        raise Refused(
-            f"gradient norms of arm {arm.name!r}", "none recorded", fix="give its Arm task=EXPLOSION_TASK and a guard"
-        )
-    norm, weight = (np.stack([series[kind + layer] for layer in layers], axis=1) for kind in (GRADIENT, WEIGHT))
-    skipped = series["skipped"].astype(bool) if "skipped" in series else None
+    layers, norm = series(arm, GRADIENT)
+    _, weight = series(arm, WEIGHT)
+    course = {name: np.array(values, dtype=float) for name, values in arm.trajectories.items() if "/" not in name}
+    skipped = course["skipped"].astype(bool) if "skipped" in course else None
     return LayerRecords(
-        layers, norm, weight, series["loss"], series.get("loss_scale"), skipped, arm.status == "diverged"
+        layers, norm, weight, course["loss"], course.get("loss_scale"), skipped, arm.status == "diverged"
     )

@@ -7,9 +7,13 @@ _HOMES = {
     "show": "panel",
     "show_claims": "notebook",
     "show_contributions": "notebook",
+    "show_dtypes": "numerics",
     "show_explosion": "gradients",
+    "show_logits": "numerics",
     "show_machine": "notebook",
     "show_prediction": "notebook",
+    "show_scale": "numerics",
+    "show_underflow": "numerics",
 }
 
 
