@@ -20,6 +20,10 @@ MARGIN = 2.0
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
+class GateFailed(RuntimeError):
+    """An attention function is wrong: nothing of it is to be timed."""
+
+
 @dataclass(frozen=True)
 class Gate:
     """Relative errors (norm of the difference over norm of the truth) of :data:`NAMES`, and those of dense attention.

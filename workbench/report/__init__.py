@@ -5,10 +5,12 @@ from typing import Any
 
 _HOMES = {
     "show": "panel",
+    "show_attention": "attention",
     "show_claims": "notebook",
     "show_contributions": "notebook",
     "show_explosion": "gradients",
     "show_machine": "notebook",
+    "show_pattern_prediction": "attention",
     "show_prediction": "notebook",
 }
 
