@@ -129,7 +129,7 @@ class AttentionTask(TrainTask):
 
 
 def kernel_attention(model_args: dict[str, Any], n: int, block_size: int) -> AttentionFunction:
-    """A ViT's attention alone, on ``n`` tokens and with another block size; a 2-D pattern gets the squarest image of n patches."""
+    """A ViT's attention alone, for ``n`` tokens in blocks of ``block_size``; a 2-D pattern gets the squarest image."""
     name, options = model_args.get("attention", "sdpa"), dict(model_args.get("attention_args", {}))
     if name in IN_TILES:
         height = 1 << (n.bit_length() - 1) // 2

@@ -135,7 +135,13 @@ def _time(axes: Axes, patterns: list[PatternRecords]) -> None:
         axes.plot(r.lengths, 1e3 * r.seconds, MARKERS[k % 6], color=ink(k), label=label, markersize=6)
         power, ends = r.exponent().value, r.lengths[-4:]
         scale = np.exp(np.mean(np.log(r.seconds[-4:]) - power * np.log(ends)))
-        axes.plot(ends, 1e3 * scale * ends.astype(float) ** power, LINES[k % len(LINES)], color=ink(k), linewidth=1.2)
+        axes.plot(
+            ends,
+            1e3 * scale * ends.astype(float) ** power,
+            linestyle=LINES[k % len(LINES)],
+            color=ink(k),
+            linewidth=1.2,
+        )
     _lengths(axes, patterns[0].lengths)
     log_axis(axes.yaxis, *axes.get_ylim())
     axes.set(title="Time of both passes", ylabel="ms")
@@ -188,7 +194,7 @@ def _accuracy(axes: Axes, finding: Finding) -> None:
         axes.plot(values, [height] * len(values), MARKERS[k % 6], color=ink(k), alpha=0.6, markersize=6)
         axes.plot([np.mean(values)] * 2, [height - 0.3, height + 0.3], color=ink(k), linewidth=2.4)
     if arms:
-        mean, margin = np.mean([e["accuracy"] for e in arms[0].evaluations]), _margin(finding)
+        mean, margin = float(np.mean([e["accuracy"] for e in arms[0].evaluations])), _margin(finding)
         if margin:
             axes.axvspan(mean - margin, mean + margin, color=ink(5), alpha=0.15, linewidth=0)
     axes.set_yticks(heights, [arm.name for arm in arms])
