@@ -143,7 +143,7 @@ def _time(axes: Axes, patterns: list[PatternRecords]) -> None:
             linewidth=1.2,
         )
     _lengths(axes, patterns[0].lengths)
-    log_axis(axes.yaxis, *axes.get_ylim())
+    _decades(axes, 1e3 * np.concatenate([r.seconds for r in patterns]))
     axes.set(title="Time of both passes", ylabel="ms")
 
 
@@ -156,7 +156,7 @@ def _memory(axes: Axes, finding: Finding, patterns: list[PatternRecords]) -> Non
     for k, r in enumerate(patterns):
         axes.plot(r.lengths, r.kept / mib, MARKERS[k % 6], linestyle="-", color=ink(k), linewidth=1, markersize=5)
     _lengths(axes, dense.lengths)
-    log_axis(axes.yaxis, *axes.get_ylim())
+    _decades(axes, np.concatenate([scores, *(r.kept for r in patterns)]) / mib)
     axes.set(title="Kept for the backward pass", ylabel="MiB")
     axes.legend(loc="upper left", fontsize=8.5)
 
@@ -167,6 +167,12 @@ def _lengths(axes: Axes, lengths: np.ndarray) -> None:
     axes.minorticks_off()
     axes.set_xlabel("tokens")
     axes.grid(True, axis="both")
+
+
+def _decades(axes: Axes, values: np.ndarray) -> None:
+    low, high = values.min() / 1.5, values.max() * 1.5
+    log_axis(axes.yaxis, low, high)
+    axes.set_ylim(low, high)
 
 
 def _savings(axes: Axes, patterns: list[PatternRecords]) -> None:
