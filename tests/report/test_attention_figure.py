@@ -58,7 +58,7 @@ def test_three_meanings_of_compression_stand_apart(finding: Finding) -> None:
     assert mask == pytest.approx(1 - 4 * 0.0625 * 64**2 / 4096**2)
     assert scores == pytest.approx(1 - 0.0625) and time == pytest.approx(1 - 1 / 4096)
     rows = {row[0]: row for row in pattern_table(finding).rows}
-    assert rows["local"][1:6] == ["100.0 %", "93.8 %", "100.0 %", "1.00 [1.00, 1.00]", "1.00"]
+    assert rows["local"][1:6] == ["99.994 %", "93.8 %", "100.0 %", "1.00 [1.00, 1.00]", "1.00"]
     assert rows["local"][6] == "3.0e-07 (1.5×)" and rows["local"][-1] == "passed"
     assert rows["wrong"][-1] == "inexact" and set(rows["wrong"][1:-1]) == {"–"}
 

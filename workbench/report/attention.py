@@ -86,7 +86,9 @@ def pattern_table(finding: Finding) -> Table:
         if r is None:
             rows.append([arm.name, *[NONE] * 7, Badge(arm.status)])
             continue
-        shares = [f"{100 * s:.1f} %".replace("-", "−") for s in savings(r, dense)]
+        shares = [
+            f"{100 * s:.{digits}f} %".replace("-", "−") for s, digits in zip(savings(r, dense), (3, 1, 1), strict=True)
+        ]
         gated = np.flatnonzero(np.isfinite(r.error))
         error = (
             f"{r.error[gated[-1]]:.1e} ({r.error[gated[-1]] / r.dense_error[gated[-1]]:.1f}×)" if len(gated) else NONE
