@@ -5,6 +5,7 @@ from tests.kernels.numerics import draw
 from workbench.kernels import layouts
 from workbench.kernels.attention import block_sparse_attention
 from workbench.kernels.gate import NAMES, check
+from workbench.kernels.layout import BlockLayout
 
 LAYOUT = layouts.window_global(100, 16, radius=1)
 
@@ -54,4 +55,12 @@ def test_the_wrong_pattern_fails_forward_and_backward():
         LAYOUT,
         draw((1, 2, 100, 24), torch.float32),
     )
+    assert list(found.failures) == list(NAMES)
+
+
+def test_what_should_be_zero_and_is_not_fails():
+    nothing = BlockLayout.from_pairs(100, 16, [], [])
+    tensors = draw((1, 2, 100, 24), torch.float32)
+    assert check(lambda q, k, v: block_sparse_attention(q, k, v, nothing, backend="reference"), nothing, tensors).passed
+    found = check(lambda q, k, v: 1e-3 * (q + k + v), nothing, tensors)
     assert list(found.failures) == list(NAMES)
