@@ -29,6 +29,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from workbench.kernels import fa4, layouts, reference, triton_backward, triton_forward, triton_op
 from workbench.kernels.attention import block_sparse_attention
+from workbench.kernels.gate import NAMES, Gate, passes, relative_errors
 from workbench.kernels.layout import BlockLayout
 from workbench.kernels.triton_common import CONFIGS, Tile, padded_head_dim
 
@@ -39,7 +40,6 @@ PATTERNS: dict[str, Callable[[int], BlockLayout]] = {
     "strided": layouts.strided,
     "window": layouts.window_global,
 }
-NAMES = ("output", "dq", "dk", "dv")
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -117,38 +117,23 @@ def gate(names: list[str], thorough: bool) -> list[dict[str, Any]]:
     for label, layout, d, dtype in gate_cases(thorough):
         heads = layout.heads or 2
         tensors = inputs((1, heads, layout.n, d), dtype, seed=layout.n + d)
-        exact = gradients(lambda q, k, v, lay=layout: reference.attend(q, k, v, lay, q.shape[-1] ** -0.5)[0],
-                          [x.detach().double().requires_grad_() for x in tensors])  # fmt: skip
-        dense_errors = [1.5e-3 if dtype == torch.float16 else 6e-3] * 4
+        exact = passes(lambda q, k, v, lay=layout: reference.attend(q, k, v, lay, q.shape[-1] ** -0.5)[0],
+                       [x.detach().double() for x in tensors])  # fmt: skip
+        dense = dict.fromkeys(NAMES, 1.5e-3 if dtype == torch.float16 else 6e-3)
         if layout.n <= 4096:
-            dense_errors = errors(gradients(backends(["dense"], layout)["dense"], tensors), exact)
+            dense = relative_errors(passes(backends(["dense"], layout)["dense"], tensors), exact)
         for name, attend in backends([n for n in names if n.startswith("triton")], layout).items():
-            found = errors(gradients(attend, tensors), exact)
-            passed = all(e <= 2 * bound for e, bound in zip(found, dense_errors, strict=True))
+            found = Gate(relative_errors(passes(attend, tensors), exact), dense, dict.fromkeys(NAMES, 0.0))
             results.append({
-                "case": label, "head_dim": d, "dtype": str(dtype), "backend": name, "passed": passed,
-                "errors": dict(zip(NAMES, found, strict=True)), "dense": dict(zip(NAMES, dense_errors, strict=True)),
+                "case": label, "head_dim": d, "dtype": str(dtype), "backend": name, "passed": found.passed,
+                "errors": found.errors, "dense": found.dense,
             })  # fmt: skip
-            if not passed or not thorough:
-                print(("passed " if passed else "FAILED ") + json.dumps(results[-1]), flush=True)
+            if not found.passed or not thorough:
+                print(("passed " if found.passed else "FAILED ") + json.dumps(results[-1]), flush=True)
         del exact, tensors
     failed = sum(not r["passed"] for r in results)
     print(f"gate: {len(results) - failed} of {len(results)} passed", flush=True)
     return results
-
-
-def gradients(attend: Callable[..., Any], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    q, k, v, grad = tensors
-    out = attend(q, k, v)
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad.to(out.dtype))]
-
-
-def errors(values: list[torch.Tensor], exact: list[torch.Tensor]) -> list[float]:
-    found = []
-    for value, truth in zip(values, exact, strict=True):
-        error = (value.double() - truth).norm() / truth.norm().clamp(min=1e-30)
-        found.append(float(error) if torch.isfinite(value).all() else float("inf"))
-    return found
 
 
 # ---- timing

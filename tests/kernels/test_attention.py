@@ -3,8 +3,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.kernels.numerics import DEVICE, assert_as_good_as_dense, draw, run
+from tests.kernels.test_layout import random_layout
 from workbench.errors import Refused
 from workbench.kernels import choice, layouts
 from workbench.kernels.attention import block_sparse_attention
@@ -39,6 +42,23 @@ def test_backends_agree_with_a_softmax_over_the_dense_mask(pattern, backend):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_reference_is_as_exact_as_dense_attention(pattern, dtype):
     assert_as_good_as_dense(draw((2, 2, 100, 24), dtype), PATTERNS[pattern], "reference")
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    n=st.integers(1, 150),
+    block=st.sampled_from([16, 32, 64]),
+    head_dim=st.sampled_from([8, 24, 40, 64, 72, 80, 96, 128]),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
+    causal=st.booleans(),
+    per_head=st.booleans(),
+)
+@settings(max_examples=25, deadline=None)
+def test_the_reference_is_as_exact_as_dense_attention_on_any_shape_and_pattern(
+    seed, n, block, head_dim, dtype, causal, per_head
+):
+    layout = random_layout(seed, n, block, causal=causal, heads=2 if per_head else None)
+    assert_as_good_as_dense(draw((2, 2, n, head_dim), dtype, seed), layout, "reference")
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the compiled FlexAttention of a GPU takes blocks of 128")

@@ -45,6 +45,14 @@ def test_the_transpose_lists_the_same_blocks_and_puts_partial_ones_last(seed, ca
     assert pairs == turned
 
 
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=30))
+@settings(max_examples=40, deadline=None)
+def test_pairs_in_any_order_and_more_than_once_are_the_same_layout(pairs):
+    rows, cols = ([p[k] for p in pairs] for k in (0, 1))
+    layout = BlockLayout.from_pairs(80, 16, rows, cols)
+    assert list(zip(owners(layout.rows), layout.rows.indices, strict=True)) == sorted(set(pairs))
+
+
 def owners(csr):
     return np.repeat(np.arange(csr.counts.size), csr.counts)
 

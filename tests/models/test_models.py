@@ -208,3 +208,48 @@ def test_what_transformers_would_swallow_or_choke_on_is_refused(
 ) -> None:
     with pytest.raises(Refused, match=said):
         build_model(name, **SMALL, **arguments)
+
+
+EVERYTHING = {"grid_2d": {"radius": 9}, "full": {}, "adaptive": {"mass": 1.0}, "local": {"radius": 9}}
+
+
+@pytest.mark.parametrize("pattern", EVERYTHING)
+@pytest.mark.parametrize("registers", [0, 2])
+def test_a_pattern_that_sees_everything_computes_dense_attention_whatever_order_its_tokens_take(
+    pattern, registers
+) -> None:
+    shape = {"num_classes": 10, "image_size": 8, "in_channels": 1, "patch_size": 1, "registers": registers}
+    logits = []
+    for name, options in (("sdpa", {}), (pattern, {"block_size": 16, **EVERYTHING[pattern]})):
+        torch.manual_seed(0)
+        model = build_model("vit-nano", **shape, attention=name, attention_args=options)
+        torch.nn.init.normal_(model.head.weight)
+        logits.append(model(torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(1))))
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_2d_window_sees_neighbours_in_both_directions_and_nothing_else() -> None:
+    """Of one layer without a global token in the way: which pixels does a patch's output depend on?"""
+    shape = {"num_classes": 10, "image_size": 16, "in_channels": 1, "patch_size": 1, "depth": 1}
+    args = {"block_size": 16, "radius": 1}
+    model = build_model("vit-nano", **shape, attention="grid_2d", attention_args=args)
+    seen: list[torch.Tensor] = []
+    model.blocks[0].register_forward_hook(lambda module, inputs, output: seen.append(output))
+    image = torch.randn(1, 1, 16, 16, requires_grad=True)
+    model(image)
+    first = int((model.order == 1).nonzero())  # the patch at the upper left corner, in tile order
+    (gradient,) = torch.autograd.grad(seen[0][0, first].sum(), image)
+    near = torch.zeros(16, 16, dtype=torch.bool)
+    near[:8, :8] = True  # its tile of 4 × 4 patches and those that touch it
+    assert torch.equal(gradient[0, 0] != 0, near)
+
+
+def test_attention_options_that_fit_nothing_are_refused() -> None:
+    shape = {"num_classes": 10, "image_size": 8, "in_channels": 1}
+    for attention, args, word in (
+        ("sdpa", {"radius": 1}, "attention_args"),
+        ("local", {"radus": 1}, "radius"),
+        ("windw_global", {}, "window_global"),
+    ):
+        with pytest.raises(Refused, match=word):
+            build_model("vit-nano", **shape, attention=attention, attention_args=args)

@@ -36,6 +36,8 @@ class Arm(Spec):
     name: str
     settings: dict[str, Any] = {}
     task: str = TRAIN_TASK
+    task_args: dict[str, Any] = {}
+    """Keyword arguments of the task's class beyond the configuration and the device's facts."""
     unavailable: str = ""
     """Why this arm cannot run here, if it cannot; it is then reported and not started."""
 

@@ -76,7 +76,8 @@ def _build(request: Message) -> Any:
     from workbench.hardware.facts import DeviceFacts
     from workbench.trainer.config import TrainConfig
 
-    return _task_class(request["task"])(TrainConfig(**request["config"]), DeviceFacts(**request["facts"]))
+    config, facts = TrainConfig(**request["config"]), DeviceFacts(**request["facts"])
+    return _task_class(request["task"])(config, facts, **request["task_args"])
 
 
 def _task_class(task: str) -> Any:
@@ -99,6 +100,8 @@ def classify(error: BaseException) -> ArmStatus:
     names = {cls.__name__ for cls in type(error).__mro__}
     if isinstance(error, MemoryError) or "OutOfMemoryError" in names or "can't allocate memory" in str(error):
         return "oom"
+    if "GateFailed" in names:
+        return "inexact"
     return "diverged" if "Diverged" in names else "crashed"
 
 

@@ -38,6 +38,7 @@ class ArmProcess:
         self.arm, self.log, self.timeout_s = arm, log, timeout_s
         self._request = {
             "task": arm.task,
+            "task_args": arm.task_args,
             "config": config.model_dump(mode="json"),
             "facts": facts.model_dump(mode="json"),
         }

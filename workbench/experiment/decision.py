@@ -5,6 +5,7 @@ import statistics
 from typing import Literal, cast
 
 from workbench.experiment.ablation import Guard, Protocol
+from workbench.experiment.attention import GATE_MARGIN
 from workbench.experiment.finding import Decision, DecisionWord, Effect, GuardVerdict, Interval
 from workbench.experiment.measured import MeasuredArm
 from workbench.experiment.statistics import equivalence, log_ratio_interval, look_confidence
@@ -50,6 +51,10 @@ def _verdict(baseline: MeasuredArm, variant: MeasuredArm, guard: Guard) -> Guard
     kind = f"{guard.kind} equivalence"
     reference = {g["seed"]: g[guard.kind] for g in baseline.guard_runs}
     pairs = [(g[guard.kind], reference[g["seed"]]) for g in variant.guard_runs if g["seed"] in reference]
+    if variant.status == "inexact":
+        return GuardVerdict(
+            arm=variant.name, kind="gradient error", state="failed", margin=GATE_MARGIN, reason=variant.error
+        )
     if variant.status == "diverged":
         return GuardVerdict(
             arm=variant.name, kind=kind, state="failed", margin=guard.margin, seeds=len(pairs), reason=variant.error
@@ -95,6 +100,8 @@ def _decision(variant: MeasuredArm, effect: Effect | None, verdict: GuardVerdict
     def say(word: DecisionWord, reason: str) -> Decision:
         return Decision(arm=variant.name, decision=word, reason=reason)
 
+    if variant.status == "inexact":  # with or without a guard over seeds
+        return say("void: guard failed", variant.error.splitlines()[-1])
     if verdict is not None and verdict.state == "failed":
         return say(
             "void: guard failed", f"{verdict.kind}: {verdict.reason.splitlines()[-1] if verdict.reason else 'failed'}"

@@ -12,7 +12,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 
 from workbench.records import query
 
-ArmStatus = Literal["completed", "oom", "killed", "timeout", "diverged", "crashed", "unavailable"]
+ArmStatus = Literal["completed", "oom", "killed", "timeout", "diverged", "inexact", "crashed", "unavailable"]
 GuardState = Literal["passed", "failed", "inconclusive", "not run"]
 DecisionWord = Literal["adopt", "reject", "no effect beyond noise", "void: guard failed", "no result"]
 Tier = Literal["measured", "simulated", "cited"]
@@ -161,8 +161,8 @@ class Finding(Plain):
 
     @property
     def failed_arms(self) -> list[ArmResult]:
-        """Arms that ended before they could be measured. Divergence is a measured result; so is what a device cannot run."""
-        return [a for a in self.arms if a.status not in ("completed", "diverged", "unavailable")]
+        """Arms that ended before they could be measured. Results are: divergence, a failed gate, what a device cannot run."""
+        return [a for a in self.arms if a.status not in ("completed", "diverged", "inexact", "unavailable")]
 
     @property
     def trouble(self) -> tuple[bool, str]:

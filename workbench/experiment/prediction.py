@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from workbench.data.sources import check_source
 from workbench.experiment.ablation import TRAIN_TASK, Arm
+from workbench.experiment.attention import ATTENTION_TASK, predict_patterns
 from workbench.experiment.finding import ArmResult, PredictionCheck
 from workbench.hardware.facts import DeviceFacts
 from workbench.models.config import VITS, vit_config
@@ -34,6 +35,8 @@ def predict_arms(arms: list[Arm], configs: Mapping[str, TrainConfig], facts: Dev
 
     A CPU has no allocator that counts: its resident memory holds libraries too and is not what the ledger predicts.
     """
+    if arms[0].task == ATTENTION_TASK:
+        return predict_patterns(arms)
     checks: list[PredictionCheck] = []
     steps = {arm.name: predict_arm(configs[arm.name], facts) for arm in arms if arm.task == TRAIN_TASK}
     baseline = steps.get(arms[0].name)

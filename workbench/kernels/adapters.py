@@ -1,12 +1,15 @@
 """One line each to put block-sparse attention into our ViT, into transformers and into timm.
 
-register_vit("window", pattern_attention("window_global", radius=2))    # VitConfig(attention="window")
+VitConfig(attention="window_global", attention_args={"radius": 2})      # nothing to register for our own patterns
+
+register_vit("mine", layout_attention(my_layout))                       # VitConfig(attention="mine")
 
 register_transformers("window", layouts.window_global(4096))            # attn_implementation="window"
 
 register_timm("window", layouts.window_global(4096))                    # VisionTransformer(attn_layer="window")
 """
 
+import inspect
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -15,6 +18,7 @@ import torch
 
 from workbench.errors import Refused, nearest
 from workbench.kernels import layouts
+from workbench.kernels.adaptive import AdaptiveLayout
 from workbench.kernels.attention import block_sparse_attention
 from workbench.kernels.layout import BlockLayout
 
@@ -24,38 +28,51 @@ PATTERNS: dict[str, Callable[..., BlockLayout]] = {
     for f in (layouts.local, layouts.strided, layouts.fixed, layouts.window_global, layouts.grid_2d, layouts.dilated_2d,
               layouts.random, layouts.causal, layouts.full)
 }  # fmt: skip
+ADAPTIVE = "adaptive"
 
 
-def layout_attention(layout: BlockLayout, backend: str = "auto") -> AttentionFunction:
-    """``fn(q, k, v) -> out`` on ``(batch, heads, tokens, head_dim)`` with a fixed layout."""
+class BlockSparseAttention:
+    """``fn(q, k, v) -> out`` on ``(batch, heads, tokens, head_dim)``, over the blocks that ``layout_of(q, k)`` says."""
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = block_sparse_attention(q, k, v, layout, backend=backend)
+    def __init__(self, layout_of: Callable[[torch.Tensor, torch.Tensor], BlockLayout], backend: str = "auto") -> None:
+        self.layout_of, self.backend = layout_of, backend
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = block_sparse_attention(q, k, v, self.layout_of(q, k), backend=self.backend)
         assert isinstance(out, torch.Tensor)
         return out
 
-    return attend
+
+def layout_attention(layout: BlockLayout, backend: str = "auto") -> BlockSparseAttention:
+    """Attention over a fixed layout."""
+    return BlockSparseAttention(lambda q, k: layout, backend)
 
 
-def pattern_attention(pattern: str, block_size: int = 128, backend: str = "auto", **options: Any) -> AttentionFunction:
-    """The same with a layout that is built, once, for each number of tokens that comes.
+def pattern_attention(
+    pattern: str, block_size: int = 128, backend: str = "auto", **options: Any
+) -> BlockSparseAttention:
+    """Attention over a layout that is built, once, for each number of tokens that comes.
 
     Args:
-        pattern: a builder of :mod:`workbench.kernels.layouts`, by name; ``options`` are its arguments.
+        pattern: a builder of :mod:`workbench.kernels.layouts`, by name, with ``options`` as its arguments; or ``adaptive``,
+            with those of :class:`workbench.kernels.adaptive.AdaptiveLayout`, whose choice belongs to one layer of a model.
     """
+    if pattern == ADAPTIVE:
+        return BlockSparseAttention(AdaptiveLayout(block_size, **options), backend)
     if pattern not in PATTERNS:
-        raise Refused("attention pattern", pattern, allowed=nearest(pattern, PATTERNS))
+        raise Refused("attention pattern", pattern, allowed=nearest(pattern, [*PATTERNS, ADAPTIVE]))
+    accepted = list(inspect.signature(PATTERNS[pattern]).parameters)[2:]
+    for option in options:
+        if option not in accepted:
+            raise Refused(f"option of the {pattern} pattern", option, allowed=nearest(option, accepted))
+    frozen = tuple((name, tuple(x) if isinstance(x, list) else x) for name, x in sorted(options.items()))
+    return BlockSparseAttention(lambda q, k: _built(pattern, q.shape[2], block_size, frozen), backend)
 
-    @cache
-    def layout_for(n: int) -> BlockLayout:
-        return PATTERNS[pattern](n, block_size, **options)
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = block_sparse_attention(q, k, v, layout_for(q.shape[2]), backend=backend)
-        assert isinstance(out, torch.Tensor)
-        return out
-
-    return attend
+@cache
+def _built(pattern: str, n: int, block_size: int, options: tuple[tuple[str, Any], ...]) -> BlockLayout:
+    """One layout for all layers: what is worked out for it, transpose and work lists, is theirs together."""
+    return PATTERNS[pattern](n, block_size, **dict(options))
 
 
 def register_vit(name: str, function: AttentionFunction) -> None:
@@ -120,7 +137,7 @@ def register_timm(name: str, layout: BlockLayout, backend: str = "auto") -> type
 
     attention = layout_attention(layout, backend)
 
-    class BlockSparseAttention(Attention):
+    class TimmAttention(Attention):
         def forward(
             self, x: torch.Tensor, attn_mask: torch.Tensor | None = None, is_causal: bool = False
         ) -> torch.Tensor:
@@ -134,5 +151,5 @@ def register_timm(name: str, layout: BlockLayout, backend: str = "auto") -> type
     registry = getattr(vision_transformer, "ATTN_LAYERS", None)
     if registry is None:
         raise Refused("timm without a registry of attention layers", fix="pip install 'timm>=1.0.31'")
-    registry[name] = BlockSparseAttention
-    return BlockSparseAttention
+    registry[name] = TimmAttention
+    return TimmAttention

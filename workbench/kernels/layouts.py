@@ -15,13 +15,14 @@ from workbench.kernels.layout import BlockLayout, Ints, check_sizes
 
 def full(n: int, block_size: int = 128) -> BlockLayout:
     """Every block: dense attention."""
-    rows, cols = _everything(n, block_size)
+    every = np.arange(_num_blocks(n, block_size))
+    rows, cols = _cross(every, every)
     return BlockLayout.from_pairs(n, block_size, rows, cols)
 
 
 def causal(n: int, block_size: int = 128) -> BlockLayout:
     """Every key up to the query. Intersect another layout with it to make that one causal."""
-    rows, cols = _everything(n, block_size)
+    rows, cols = np.tril_indices(_num_blocks(n, block_size))
     return BlockLayout.from_pairs(n, block_size, rows, cols, causal=True)
 
 
@@ -165,11 +166,6 @@ def _at_least(least: int, name: str, value: int) -> int:
     if value < least:
         raise Refused(name, value, allowed=f"{least} or more")
     return value
-
-
-def _everything(n: int, block_size: int) -> tuple[Ints, Ints]:
-    every = np.arange(_num_blocks(n, block_size))
-    return _cross(every, every)
 
 
 def _cross(rows: Ints, cols: Ints) -> tuple[Ints, Ints]:

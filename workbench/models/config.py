@@ -35,7 +35,9 @@ class VitConfig(BaseModel):
     """Extra learned tokens without a patch (Darcet et al. 2024)."""
     gelu: Literal["exact", "tanh"] = "exact"
     attention: str = "sdpa"
-    """Name in ``workbench.models.attention``."""
+    """Name in ``workbench.models.attention``, or a block pattern: ``adaptive`` or a builder of ``workbench.kernels.layouts``."""
+    attention_args: dict[str, Any] = {}
+    """Of a block pattern: its ``block_size``, ``backend`` and own options. The sides of 2-D patterns come from the image."""
 
     @model_validator(mode="after")
     def _shapes_fit(self) -> "VitConfig":

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from workbench.errors import Refused
-from workbench.models.attention import AttentionFunction, attention_function
+from workbench.models.attention import AttentionFunction, attention_of, token_order
 from workbench.models.config import VitConfig
 
 
@@ -65,19 +65,23 @@ class VisionTransformer(nn.Module):
         Refused: images of another size or number of channels than the configuration's.
     """
 
+    order: Tensor | None
+
     def __init__(self, config: VitConfig, attention: AttentionFunction | None = None) -> None:
         super().__init__()
         self.config = config
-        kernel = attention or attention_function(config.attention)
         self.patch_embed = nn.Conv2d(config.in_channels, config.width, config.patch_size, config.patch_size)
         self.cls_token = nn.Parameter(torch.empty(1, 1, config.width))
         self.register_tokens = (
             nn.Parameter(torch.empty(1, config.registers, config.width)) if config.registers else None
         )
         self.pos_embed = nn.Parameter(torch.empty(1, config.num_patches + 1, config.width))
-        self.blocks = nn.ModuleList(Block(config, kernel) for _ in range(config.depth))
+        self.blocks = nn.ModuleList(Block(config, attention or attention_of(config)) for _ in range(config.depth))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.num_classes)
+        order = None if attention else token_order(config)
+        self.register_buffer("order", order, persistent=False)
+        self.class_position = 0 if order is None else config.num_patches
         self.reset_parameters()
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
@@ -88,9 +92,11 @@ class VisionTransformer(nn.Module):
         if self.register_tokens is not None:
             # Registers carry no position: they come after the position embedding.
             x_BND = torch.cat([x_BND, self.register_tokens.expand(len(x_BND), -1, -1).type_as(x_BND)], dim=1)
+        if self.order is not None:
+            x_BND = x_BND[:, self.order]
         for block in self.blocks:
             x_BND = block(x_BND)
-        return self.head(self.norm(x_BND[:, 0]))
+        return self.head(self.norm(x_BND[:, self.class_position]))
 
     def _check(self, x_BCHW: Tensor) -> None:
         """A convolution would drop the pixels that fill no patch, in silence."""

@@ -7,6 +7,7 @@ operations; its backward pass is two products of the same size.
 from typing import Literal, NamedTuple
 
 from workbench.models.config import VitConfig
+from workbench.planner.attention import density
 
 Kernel = Literal["matrix", "attention", "pointwise", "cast"]
 
@@ -133,12 +134,15 @@ def _quantisation(factors: int, gradients: int) -> Operator:
 def _attention(vit: VitConfig, batch: int, autocast: bool) -> list[Operator]:
     """Scores and weighted sum: 2·b·n²·d each, and copies of what lies in another layout than the kernel wants.
 
+    Of a block pattern only the live share of the scores is computed.
+
     Eager attention writes b·h·n² scores and reads them back, to scale, to normalise and to weight; autocast has softmax in
     fp32, with a conversion before and after. A fused kernel writes no scores, but computes them once more in the backward: five
     products for the forward's two (Dao et al. 2022).
     """
     n, d = vit.num_tokens, vit.width
-    flops, streams = 4 * batch * n * n * d, 4 * batch * n * d
+    live = density(vit.attention, n, **vit.attention_args)
+    flops, streams = 4 * batch * n * n * d * live, 4 * batch * n * d
     layout = Operator("layout copies", "pointwise", half=streams / 2, backward_half=streams / 2)
     if vit.attention != "eager":
         fused = Operator("attention", "attention", flops, half=streams)

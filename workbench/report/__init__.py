@@ -5,12 +5,14 @@ from typing import Any
 
 _HOMES = {
     "show": "panel",
+    "show_attention": "attention",
     "show_claims": "notebook",
     "show_contributions": "notebook",
     "show_dtypes": "numerics",
     "show_explosion": "gradients",
     "show_logits": "numerics",
     "show_machine": "notebook",
+    "show_pattern_prediction": "attention",
     "show_prediction": "notebook",
     "show_scale": "numerics",
     "show_underflow": "numerics",

@@ -59,7 +59,9 @@ def seconds(value: float) -> str:
 
 
 def size(value: float) -> str:
-    """Bytes, in MiB below 1 GiB and in GiB above."""
+    """Bytes, in MiB below 1 GiB, in GiB below 1 TiB and in TiB above."""
+    if value >= 2**40:
+        return f"{value / 2**40:.3g} TiB"
     return f"{value / 2**30:.3g} GiB" if value >= 2**30 else f"{value / 2**20:.3g} MiB"
 
 
