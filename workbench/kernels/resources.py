@@ -60,8 +60,13 @@ def compile_kernel(
         if name in constants:
             signature[name] = "constexpr"
         elif name in (tiles or {}):
-            layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-            signature[name] = f"tensordesc<bf16[1, 1, {(tiles or {})[name]}, {constants['D']}],{layout!r}>"
+            rows = (tiles or {})[name]
+            if name in {"lse", "delta"}:
+                layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+                signature[name] = f"tensordesc<fp32[1, {rows}],{layout!r}>"
+            else:
+                layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+                signature[name] = f"tensordesc<bf16[1, 1, {rows}, {constants['D']}],{layout!r}>"
         elif name in TENSORS:
             signature[name] = "*bf16"
         elif name in INTEGER_TABLES:
@@ -115,15 +120,15 @@ def portable() -> Iterator[tuple[str, int, int, Tile, str, Callable[[int], Any]]
 
 def lowered() -> Iterator[tuple[str, int, int, Tile, str, Callable[[int], Any]]]:
     """The same of the kernels lowered for Hopper."""
-    streamed = gluon_backward.TILE
-    for d in (64, 128):
+    queries, stages = gluon_backward.QUERIES, gluon_backward.STAGES
+    for d, keys in gluon_backward.KEYS.items():
         shared = {"D": d, "PER_HEAD": False}
         for name, kernel, constants, tiles in (
             ("forward", gluon_forward.forward_kernel, {"STAGES": 256 // d}, dict.fromkeys("qkv", 128)),
-            ("dkdv", gluon_backward.dkdv_kernel, {"STAGES": 3, "QUERIES": streamed},
-             {"q": streamed, "grad_out": streamed, "k": 128, "v": 128}),
-            ("dq", gluon_backward.dq_kernel, {"STAGES": 3, "KEYS": streamed},
-             {"q": 128, "grad_out": 128, "k": streamed, "v": streamed}),
+            ("dkdv", gluon_backward.dkdv_kernel, {"STAGES": stages, "QUERIES": queries},
+             dict.fromkeys(("q", "grad_out", "lse", "delta"), queries) | dict.fromkeys("kv", 128)),
+            ("dq", gluon_backward.dq_kernel, {"STAGES": stages, "KEYS": keys},
+             dict.fromkeys(("q", "grad_out"), 128) | dict.fromkeys("kv", keys)),
         ):  # fmt: skip
             tile = Tile(128, 128, 4, constants["STAGES"])
             yield name, d, 128, tile, "lowered", partial(compile_kernel, kernel, tile, shared | constants, tiles=tiles)
