@@ -14,7 +14,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from workbench.kernels.gluon_common import (
