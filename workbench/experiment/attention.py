@@ -77,7 +77,9 @@ def predict_patterns(arms: list[Arm]) -> list[PredictionCheck]:
     """At the greatest length, time in proportion to live blocks: the ratio is one over the density."""
     n = arms[0].task_args["lengths"][-1]
     return [
-        PredictionCheck(arm=a.name, quantity="ratio", predicted=1 / predicted_density(a, n), method="1 / density")
+        PredictionCheck(
+            arm=a.name, quantity="ratio", predicted=1 / predicted_density(a, n), method="1 / density, a bound"
+        )
         for a in arms[1:]
     ]
 
