@@ -84,7 +84,7 @@ class PatchClassifier(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
                 nn.init.zeros_(module.bias)
-        self.register_buffer("positions", sine_positions(math.isqrt(config.num_patches), config.width)[order])
+        self.register_buffer("positions", sine_positions(math.isqrt(config.num_patches), config.width)[order.cpu()])
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.patch_embed(images).flatten(2).transpose(1, 2)[:, self.order] + self.positions
