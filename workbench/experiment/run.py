@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from functools import partial
@@ -19,9 +20,9 @@ from workbench.experiment.decision import decide, effects, guard_verdicts
 from workbench.experiment.finding import Finding, PredictionCheck
 from workbench.experiment.measured import MeasuredArm
 from workbench.experiment.prediction import check_predictions, predict_arms
-from workbench.experiment.progress import LiveProgress
+from workbench.experiment.progress import REDRAW_S, LiveProgress
 from workbench.experiment.statistics import look_rounds, precise_enough
-from workbench.hardware.facts import DeviceFacts, detect
+from workbench.hardware.facts import DeviceFacts, cpu_count, detect
 from workbench.models.config import check_model
 from workbench.records.run import Run
 from workbench.trainer.config import TrainConfig
@@ -137,6 +138,7 @@ class _Experiment:
         self.block_steps = self.protocol.block_steps
         self.stop = "rounds"
         self.rounds = 0
+        self._guard_state: tuple[float | None, str] = None, "guard"
 
     def _process(self, arm: Arm, config: TrainConfig) -> ArmProcess:
         number = self.ablation.arms.index(arm)
@@ -224,10 +226,28 @@ class _Experiment:
         guard = self.ablation.guard
         if guard.kind == "none" or self.baseline.status != "completed":
             return
-        for k in range(guard.seeds):
-            seed = self.ablation.workload.seed + k
-            for arm in self._living():
-                self._attempt(arm, partial(self._guard_run, arm, seed, k))
+        with ThreadPoolExecutor(self._guards_at_once()) as pool:
+            for k in range(guard.seeds):
+                self._guard_seed(k, pool)
+
+    def _guards_at_once(self) -> int:
+        """Guard runs are not timed, so on a CPU as many run side by side as there are cores for."""
+        alone = self.facts.kind != "cpu" or not self.protocol.alive
+        return 1 if alone else max(cpu_count() // max(self.facts.threads, 1), 1)
+
+    def _guard_seed(self, k: int, pool: ThreadPoolExecutor) -> None:
+        """Every arm from one seed. Threads wait for the arms; this one draws, since a notebook's output belongs to its cell."""
+        seed = self.ablation.workload.seed + k
+        runs = [pool.submit(self._attempt, arm, partial(self._guard_run, arm, seed, k)) for arm in self._living()]
+        try:
+            while wait(runs, timeout=REDRAW_S).not_done:
+                self.live.update(*self._guard_state)
+            for run in runs:
+                run.result()
+        except BaseException:
+            for arm in self.arms:
+                arm.process.stop()  # so that no thread waits any longer
+            raise
 
     def _guard_run(self, arm: MeasuredArm, seed: int, k: int) -> None:
         guard = self.ablation.guard
@@ -237,7 +257,7 @@ class _Experiment:
                 for series, value in values.items():
                     arm.trajectories.setdefault(series, []).append(value)
             label = f"{arm.name} · guard, seed {k + 1}/{guard.seeds} · step {step + 1}/{guard.steps}"
-            self.live.update(self._guard_seconds_left(arm, k, step), label)
+            self._guard_state = self._guard_seconds_left(arm, k, step), label
 
         with self._alive(arm, warmup_steps=0):
             result = arm.process.guard_run(seed, guard.steps, on_step)
@@ -271,7 +291,8 @@ class _Experiment:
         living = self._living()
         position = living.index(now) if now in living else 0
         each = [arm.step_seconds * guard.steps for arm in living]
-        return (guard.seeds - k - 1) * sum(each) + sum(each[position:]) - now.step_seconds * step
+        left = (guard.seeds - k - 1) * sum(each) + sum(each[position:]) - now.step_seconds * step
+        return max(left, 0.0) / self._guards_at_once()
 
     def _conclude(self, duration_s: float) -> Finding:
         a = self.ablation

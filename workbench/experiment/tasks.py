@@ -92,6 +92,7 @@ class TrainTask:
         )
 
     def guard_run(self, seed: int, steps: int, on_step: OnStep) -> GuardRun:
+        keep_to_cores(len(CORES))
         if hasattr(self, "trainer"):
             del self.trainer  # the blocks are over: an arm that fits should not be out of memory with two models
         run = Trainer(self.config.model_copy(update={"seed": seed, "steps": steps}))
@@ -120,13 +121,15 @@ class TrainTask:
         return {} if mfu is None else {"mfu": mfu}
 
 
-def keep_to_cores(threads: int) -> None:
-    """Compute on the same cores as every other arm, the last ones; one virtual core can be 5 % slower than the next for minutes.
+CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
-    Called before the first operator, for threads inherit it.
+
+def keep_to_cores(number: int) -> None:
+    """Compute on the last cores, as every arm does whose blocks are compared: one virtual core can be 5 % slower than the next
+    for minutes. Called before the first operator, for threads inherit it.
     """
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-threads:])
+    if CORES:
+        os.sched_setaffinity(0, CORES[-number:])
 
 
 def wait_for_workers(limit_s: float = 10.0) -> None:
