@@ -1,0 +1,1 @@
+"""Several ranks: plans, wrapping, checkpoints, and the memory that each rank needs."""
