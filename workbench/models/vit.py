@@ -24,11 +24,12 @@ class Attention(nn.Module):
         self.proj = nn.Linear(config.width, config.width)
 
     def forward(self, x_BND: Tensor) -> Tensor:
-        B, N, D = x_BND.shape
+        B, N, _ = x_BND.shape
         q_BhNd, k_BhNd, v_BhNd = self.qkv(x_BND).view(B, N, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
         q_BhNd, k_BhNd = self.q_norm(q_BhNd).type_as(v_BhNd), self.k_norm(k_BhNd).type_as(v_BhNd)
         o_BhNd = self.kernel(q_BhNd, k_BhNd, v_BhNd)
-        return self.proj(o_BhNd.transpose(1, 2).reshape(B, N, D))
+        # Not x's width: tensor parallelism leaves this rank some of the heads.
+        return self.proj(o_BhNd.transpose(1, 2).flatten(2))
 
 
 class Mlp(nn.Module):
