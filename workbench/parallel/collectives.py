@@ -57,6 +57,8 @@ class Collective(NamedTuple):
 class CollectiveSpy(TorchDispatchMode):
     """Records the collectives that run inside it, in forward and backward, those of DDP's reducer included.
 
+    torch.compile refuses to trace under any dispatch mode, this one too: count the plan without ``compile``.
+
     Args:
         mesh: names the axes of the groups. An axis of one rank has no traffic and is left out.
     """

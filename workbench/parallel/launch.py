@@ -66,7 +66,8 @@ def launch(
 
     Args:
         fn: importable by name, like everything in ``args``.
-        timeout: seconds that ranks wait for one another: to meet, in a collective, or at the end. Not of the whole run.
+        timeout: seconds that ranks wait for one another: to meet, in a collective, or at the end. Not of the whole run, so
+            ranks that hang without waiting for one another are not noticed.
         log_dir: where the output of the ranks is kept; else it is only shown, after ``[rank]``.
         device_type: ``cpu`` (gloo, one thread each) or ``cuda`` (NCCL, a GPU each); by default GPUs where there are any.
 
@@ -172,8 +173,10 @@ class _Ranks:
     def results(self, timeout: float) -> list[Any]:
         first_returned = None
         while True:
-            # looked at before the context does: it ends the others at once, and takes exit code 0 for no end at all
-            if ended := self._ended():
+            # Looked at before the context does: it ends the others at once, and takes exit code 0 for no end at all. A rank
+            # that raised may be stuck in leaving the process group; a rank that died did so before the others complained.
+            raised = any(self._scratch.glob("failed-*"))
+            if (ended := self._ended()) or raised:
                 raise self._failure(ended)
             outcome = self._context.wait(0)
             if outcome is not None and outcome.is_failed():

@@ -197,7 +197,6 @@ def _owners(model: nn.Module) -> Counter[nn.Parameter]:
 
 
 def _tied_outside(block: nn.Module, model: nn.Module) -> bool:
-    """Whether a parameter of the block is also held elsewhere: two units would each shard their own, and cut the tie in
-    silence. Such a block goes to the root's unit."""
+    """Whether a parameter of the block is also held elsewhere. Two units cannot shard one: such a block goes to the root's."""
     inside, everywhere = _owners(block), _owners(model)
     return any(everywhere[p] > count for p, count in inside.items())
