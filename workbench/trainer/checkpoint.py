@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from workbench.errors import Refused
+from workbench.models.finite import nonfinite_weights
 from workbench.records.atomic import write_bytes
 
 if TYPE_CHECKING:
@@ -66,15 +67,6 @@ def load(trainer: "Trainer", path: Path) -> None:
     if trainer.device.type == "cuda" and state["random_cuda"] is not None:
         torch.cuda.set_rng_state(state["random_cuda"], trainer.device)
     trainer.step, trainer.updates = state["step"], state["updates"]
-
-
-def nonfinite_weights(model: torch.nn.Module) -> list[str]:
-    """Names of parameters with a NaN or infinity, and of buffers with a NaN: running statistics fed an infinity hold one.
-
-    An infinity in a buffer may be meant, as in attention masks.
-    """
-    parameters = [name for name, p in model.named_parameters() if not torch.isfinite(p).all()]
-    return parameters + [name for name, b in model.named_buffers() if torch.isnan(b).any()]
 
 
 def _read(path: Path) -> dict[str, Any]:
