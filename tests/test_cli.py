@@ -93,6 +93,7 @@ def test_every_command_has_help_that_fits_a_line() -> None:
         "runs",
         "show",
         "compare",
+        "dryrun",
         "site",
         "lab",
         "data",
@@ -125,6 +126,9 @@ def test_every_command_has_help_that_fits_a_line() -> None:
         (["show", "run-"], "names one run"),
         (["runs", "--where", "statuss = 1"], "condition"),
         (["data", "verify", "digitz"], "digits"),
+        (["dryrun", "--model", "vit-10bb"], "vit-10b"),
+        (["dryrun", "--model", "vit-nano", "--plan", "fsdpp"], "fsdp"),
+        (["dryrun", "--model", "vit-nano", "--world", "many"], "world"),
         (["nonsense"], "nonsense"),
     ],
 )

@@ -298,6 +298,28 @@ def data_fetch(name: str) -> None:
 
 
 @app.command()
+def dryrun(
+    model: Annotated[str, typer.Option(help="A registered model, such as vit-10b.")],
+    world: Annotated[str, typer.Option(help="Ranks: a number, or several as 8,16,32.")] = "8",
+    plan: Annotated[str, typer.Option(help="A named plan, or several as fsdp,hsdp.")] = "fsdp",
+    batch: Annotated[int, typer.Option(min=1, help="Samples per rank and forward pass.")] = 1,
+    device_memory: Annotated[
+        float | None, typer.Option(min=1, help="GiB of a device: say what fits. [default: only say what is needed]")
+    ] = None,
+    on_gpu: Annotated[bool, typer.Option("--on-gpu", help="Take the step on this machine's GPU.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say what memory each rank of a plan needs, without the ranks."""
+    from workbench.parallel.survey import survey, survey_table
+
+    runs = survey(model, world.split(","), plan.split(","), batch=batch, on_gpu=on_gpu)
+    if as_json:
+        rows = [row.as_json(device_memory) for row in runs]
+        return _print_json(rows[0] if len(rows) == 1 else rows)
+    _stdout().print(survey_table(runs, device_memory))
+
+
+@app.command()
 def site(out: Annotated[Path, typer.Option(help="Folder to build into.")] = Path("site"), root: Root = RUNS) -> None:
     """Build offline HTML of all findings."""
     from workbench.report.site import build_site

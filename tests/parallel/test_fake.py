@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from workbench.models.build import build_model
-from workbench.parallel.fake import fake_world, without_initialisation, wrappers_on_fake_tensors
+from workbench.parallel.fake import fake_world, kinds_of_buffers, without_initialisation, wrappers_on_fake_tensors
 from workbench.parallel.ledger import Ledger, Peak
 from workbench.parallel.step_memory import WORKSPACE, TrainingStep, follow
 
@@ -47,7 +47,7 @@ def test_the_peak_of_a_step_measured_on_an_h200_is_met_within_two_percent(row: d
     name, batch, precision, *fields = row["case"].split(":")
     given = dict(field.split("=") for field in fields)
     shape = {key: value == "true" if key == "qk_norm" else value for key, value in given.items()}
-    with without_initialisation(), FakeTensorMode(), Ledger("cpu") as ledger, wrappers_on_fake_tensors(ledger):
+    with without_initialisation(), FakeTensorMode(), wrappers_on_fake_tensors(), Ledger("cpu") as ledger:
         model = build_model(name, num_classes=1000, image_size=224, in_channels=3, **shape)
         autocast = torch.bfloat16 if precision == "bf16" else None
         predicted = peak(model, ledger, int(batch), autocast=autocast)
@@ -57,7 +57,13 @@ def test_the_peak_of_a_step_measured_on_an_h200_is_met_within_two_percent(row: d
 def sharded_peak(tensors: AbstractContextManager[object]) -> Peak:
     with fake_world(WORLD):
         mesh = init_device_mesh("cpu", (WORLD,))
-        with without_initialisation(), tensors, Ledger("cpu") as ledger, wrappers_on_fake_tensors(ledger):
+        with (
+            without_initialisation(),
+            tensors,
+            wrappers_on_fake_tensors(),
+            Ledger("cpu") as ledger,
+            kinds_of_buffers(ledger),
+        ):
             model = build_model("vit-nano", num_classes=10, image_size=32, in_channels=3)
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
             for block in model.blocks:  # type: ignore[union-attr]

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._tools.fake_collectives
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as ddp
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from workbench.parallel.ledger import Ledger
@@ -35,12 +37,8 @@ def fake_world(size: int, rank: int = 0) -> Iterator[None]:
 
 
 @contextmanager
-def wrappers_on_fake_tensors(ledger: Ledger) -> Iterator[None]:
-    """Let DDP and FSDP work on fake tensors, whose data they must not look at, and tell the ledger what their buffers are for.
-
-    To PyTorch the fake device is the CPU, so that nothing of CUDA is needed; where a GPU would need memory that the CPU does
-    not, it is taken here.
-    """
+def kinds_of_buffers(ledger: Ledger) -> Iterator[None]:
+    """Tell the ledger what the buffers of DDP and FSDP are for."""
 
     def gathered(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
@@ -55,15 +53,6 @@ def wrappers_on_fake_tensors(ledger: Ledger) -> Iterator[None]:
         with ledger.during(kind="gathered"):
             return post_backward(self, *args, **kwargs)
 
-    def inputs(self: FSDPParam) -> Any:
-        kept = self._sharded_param_data
-        if self.offload_to_cpu:
-            self._sharded_param_data = kept.clone()  # what goes to the device
-        try:
-            return all_gather_inputs.fget(self)
-        finally:
-            self._sharded_param_data = kept
-
     def shapes_only(self: ShardingPropagator, *args: Any, **kwargs: Any) -> Any:
         before, ledger.closed = ledger.closed, True
         try:
@@ -73,23 +62,55 @@ def wrappers_on_fake_tensors(ledger: Ledger) -> Iterator[None]:
 
     post_backward = FSDPParamGroup.post_backward
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
-    all_gather_inputs: Any = FSDPParam.all_gather_inputs
     with ExitStack() as stack:
         for name in ("unshard", "wait_for_unshard"):
             stack.enter_context(patch.object(FSDPParamGroup, name, gathered(getattr(FSDPParamGroup, name))))
         stack.enter_context(patch.object(FSDPParamGroup, "post_backward", reduced))
-        stack.enter_context(patch.object(FSDPParam, "all_gather_inputs", property(inputs)))
-        # To know the shape of a result, DTensor makes one of whole tensors, fake ones also in a real run.
-        stack.enter_context(patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", shapes_only))
         stack.enter_context(
             patch.object(DistributedDataParallel, "__init__", gathered(DistributedDataParallel.__init__))
         )
+        # To know the shape of a result, DTensor makes one of whole tensors, fake ones also in a real run.
+        stack.enter_context(patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", shapes_only))
+        yield
+
+
+@contextmanager
+def wrappers_on_fake_tensors() -> Iterator[None]:
+    """Let DDP and FSDP work on fake tensors, whose data they must not look at.
+
+    To PyTorch the fake device is the CPU, so that nothing of CUDA is needed; where a GPU would need memory that the CPU does
+    not, it is taken here.
+    """
+
+    def inputs(self: FSDPParam) -> Any:
+        kept = self._sharded_param_data
+        if self.offload_to_cpu:
+            self._sharded_param_data = kept.clone()  # what goes to the device
+        try:
+            return all_gather_inputs.fget(self)
+        finally:
+            self._sharded_param_data = kept
+
+    all_gather_inputs: Any = FSDPParam.all_gather_inputs
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(FSDPParam, "all_gather_inputs", property(inputs)))
         for name in ("_verify_param_shape_across_processes", "_sync_module_states"):
             stack.enter_context(patch.object(ddp, name, lambda *args, **kwargs: None))
         # Adam reads its step counters, which have no value; any but 0 will do.
         stack.enter_context(patch("torch.optim.adam._get_value", lambda step: 1.0))
+        # A mesh is made of real tensors, whose values it reads.
+        stack.enter_context(patch.object(DeviceMesh, "__getitem__", _without_modes(DeviceMesh.__getitem__)))
         stack.enter_context(CudaAutocast())
         yield
+
+
+def _without_modes(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return method(*args, **kwargs)
+
+    return inner
 
 
 @contextmanager

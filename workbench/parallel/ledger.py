@@ -131,14 +131,16 @@ class Ledger(TorchDispatchMode):
 
         Args:
             workspace: bytes that libraries hold besides, all the time.
-            since: only moments of this phase and after its first beginning count.
+            since: begin where this phase first does, with what is alive then: how a model is built before it lies as it is
+                trained is another question.
         """
         allocator = CachingAllocator()
         allocator.allocate(workspace)
+        first = next((at for at, phase in self._phases if phase == since), 0)
         blocks: dict[int, Any] = {}
-        first = next((at for at, phase in self._phases if phase == since), 0) if since else 0
         best, when, host, most_on_host = -1, -1, 0, 0
-        for at, event in enumerate(self._events):
+        alive = self._alive_at(first)
+        for at, event in enumerate([*alive, *self._events[first:]], first - len(alive)):
             if self._kinds[event.number] == "host":
                 host += event.size
                 most_on_host = max(most_on_host, host)
@@ -146,12 +148,22 @@ class Ledger(TorchDispatchMode):
                 allocator.release(blocks.pop(event.number))
             else:
                 blocks[event.number] = allocator.allocate(event.size, event.stream)
-                if at >= first and allocator.allocated > best:
+                if allocator.allocated > best:
                     best, when = allocator.allocated, at
         breakdown = self._breakdown(when) | {"workspace": workspace}
         breakdown["rounding"] = best - sum(breakdown.values())
         phase = next((p for at, p in reversed(self._phases) if at <= when), "")
         return Peak(best, allocator.reserved, breakdown, phase, most_on_host)
+
+    def _alive_at(self, moment: int) -> list[Event]:
+        """As if all that is alive after so many events had been made then, in the order in which it was."""
+        alive: dict[int, Event] = {}
+        for event in self._events[:moment]:
+            if event.size < 0:
+                del alive[event.number]
+            else:
+                alive[event.number] = event
+        return list(alive.values())
 
     def _breakdown(self, when: int) -> dict[str, int]:
         total = dict.fromkeys(("parameters", "gradients", "optimizer", "activations", "gathered"), 0)

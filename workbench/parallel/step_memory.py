@@ -4,9 +4,9 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from workbench.parallel.gradients import clip_gradients, local
 from workbench.parallel.ledger import Ledger, Peak
 
 STEPS = 2
@@ -26,7 +26,7 @@ class TrainingStep:
     def __init__(self, model: nn.Module, *, autocast: torch.dtype | None, shards: bool = False) -> None:
         self.model, self.autocast = model, autocast
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.updated = [nn.Parameter(_local(p.detach())) for p in self.parameters] if shards else self.parameters
+        self.updated = [nn.Parameter(local(p.detach())) for p in self.parameters] if shards else self.parameters
         # What PyTorch takes by itself on a GPU, said here because the fake device is a CPU to it.
         self.optimizer = torch.optim.AdamW(self.updated, lr=1e-4, foreach=True)
 
@@ -37,19 +37,10 @@ class TrainingStep:
     def update(self) -> None:
         if self.updated is not self.parameters:
             for part, parameter in zip(self.updated, self.parameters, strict=True):
-                part.grad, parameter.grad = None if parameter.grad is None else _local(parameter.grad), None
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self.updated if p.grad is not None], foreach=True)
-        torch.nn.utils.clip_grads_with_norm_(self.updated, 1.0, _whole(norm), foreach=True)
+                part.grad, parameter.grad = None if parameter.grad is None else local(parameter.grad), None
+        clip_gradients(self.updated, 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def follow(step: TrainingStep, ledger: Ledger, inputs: tuple[Tensor, Tensor], *, on_host: bool) -> Peak:

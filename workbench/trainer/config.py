@@ -77,6 +77,8 @@ class TrainConfig(BaseModel):
     compile: bool = False
     num_workers: Annotated[int, Field(ge=0)] = 0
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    parallel: dict[str, Any] = {}
+    """Fields of a ``ParallelPlan``, for tasks that launch ranks; a trainer, which is one process, refuses any."""
 
     def __init__(self, **fields: Any) -> None:
         """Raises ``Refused`` for a field that is unknown or out of range."""

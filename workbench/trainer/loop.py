@@ -91,6 +91,10 @@ class Trainer:
     """
 
     def __init__(self, config: TrainConfig, *, callbacks: Sequence[Callback] = ()) -> None:
+        if config.parallel:
+            raise Refused(
+                "parallel", config.parallel, allowed="none: a trainer is one process", fix="use a ShardingTask"
+            )
         self.config, self.callbacks = config, list(callbacks)
         self.device = resolve_device(config.device)
         set_matmul_precision(config.precision, self.device)
