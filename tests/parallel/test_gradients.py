@@ -1,32 +1,10 @@
-"""The gradient over several ranks as one: norm, clipping, loss scale. The plans' runs are shared with test_parallelize."""
+"""Norm, clipping and weights of a gradient on one rank; over several ranks they are in test_parallelize."""
 
 import pytest
 import torch
 from torch import nn
 
-from tests.parallel.cases import CASES, WORLD, outcome
 from workbench.parallel.gradients import clip_gradients, gradient_norm, loss_weight
-
-
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.poisoned is None])
-def test_the_norm_is_that_of_one_process_on_every_rank(name: str) -> None:
-    for rank in range(WORLD):
-        assert outcome(name, rank).norm_error < CASES[name].tolerance
-
-
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.max_norm])
-def test_cases_of_clipping_do_clip(name: str) -> None:
-    assert outcome(name).clipped
-
-
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.scale])
-def test_an_overflow_on_one_rank_skips_the_step_on_all(name: str) -> None:
-    overflowed = CASES[name].poisoned is not None
-    for rank in range(WORLD):
-        found = outcome(name, rank)
-        assert found.skipped is overflowed
-        assert (found.weight_change == 0) is overflowed
-        assert found.scale == (512 if overflowed else 1024)
 
 
 def test_the_norm_of_plain_parameters_is_torchs() -> None:

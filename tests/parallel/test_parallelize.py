@@ -1,4 +1,4 @@
-"""Every plan on four ranks against one process: loss, gradients, weights after the step."""
+"""Every plan on four ranks against one process: loss, gradients, norm, clipping, overflow, weights after the step."""
 
 import pytest
 import torch
@@ -26,6 +26,27 @@ def test_a_plan_makes_the_update_of_one_process(name: str) -> None:
         found = outcome(name, rank)
         assert found.weight_change > 1e-4
         assert found.weight_error < CASES[name].tolerance
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.poisoned is None])
+def test_the_norm_is_that_of_one_process_on_every_rank(name: str) -> None:
+    for rank in range(WORLD):
+        assert outcome(name, rank).norm_error < CASES[name].tolerance
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.max_norm])
+def test_cases_of_clipping_do_clip(name: str) -> None:
+    assert outcome(name).clipped
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.scale])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(name: str) -> None:
+    overflowed = CASES[name].poisoned is not None
+    for rank in range(WORLD):
+        found = outcome(name, rank)
+        assert found.skipped is overflowed
+        assert (found.weight_change == 0) is overflowed
+        assert found.scale == (512 if overflowed else 1024)
 
 
 def test_the_parts_of_a_fused_layer_are_the_layer() -> None:

@@ -88,11 +88,16 @@ def dry_run(
             raise Refused(name, value, allowed="1 or more")
     for what, there in (
         ("compile", plan.compile),
-        ("a tensor degree", plan.tensor > 1), ("a pipeline", plan.pipeline > 1),
+        ("a tensor degree", plan.tensor > 1),
+        ("a pipeline", plan.pipeline > 1),
         ("loss_scaling", plan.loss_scaling),
     ):
         if there:
-            raise Refused(f"dry run of a plan with {what}", allowed="eager steps of whole models, in bf16 or fp32", fix="see ddp, fsdp, hsdp")
+            raise Refused(
+                f"dry run of a plan with {what}",
+                allowed="eager steps of whole models, in bf16 or fp32",
+                fix="see ddp, fsdp, hsdp",
+            )
     began = time.monotonic()
     with fake_world(world), without_initialisation(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of strides and streams that are not there
