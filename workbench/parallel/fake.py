@@ -100,6 +100,8 @@ def wrappers_on_fake_tensors() -> Iterator[None]:
         stack.enter_context(patch("torch.optim.adam._get_value", lambda step: 1.0))
         # A mesh is made of real tensors, whose values it reads.
         stack.enter_context(patch.object(DeviceMesh, "__getitem__", _without_modes(DeviceMesh.__getitem__)))
+        concatenate = staticmethod(_without_modes(DeviceMesh._concatenate))
+        stack.enter_context(patch.object(DeviceMesh, "_concatenate", concatenate))
         stack.enter_context(CudaAutocast())
         yield
 

@@ -61,11 +61,18 @@ def named_plan(name: str, world: int) -> ParallelPlan:
     Raises:
         Refused: an unknown name, or a world that the plan cannot have; with the nearest that works.
     """
-    if name not in PLANS:
-        raise Refused("plan", name, allowed=", ".join(NAMES), fix=nearest(name, NAMES))
+    check_plan_name(name)
     if world < 1:
         raise Refused("world", world, allowed="1 rank or more", fix="1 rank")
     return PLANS[name](world)
+
+
+def check_plan_name(name: str) -> None:
+    """Raises:
+    Refused: no plan has this name.
+    """
+    if name not in PLANS:
+        raise Refused("plan", name, allowed=", ".join(NAMES), fix=nearest(name, NAMES))
 
 
 def _hsdp(world: int) -> ParallelPlan:

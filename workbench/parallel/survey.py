@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from workbench.errors import Refused
 from workbench.models.config import check_model
-from workbench.parallel.plan import named_plan
+from workbench.parallel.plan import check_plan_name, named_plan
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -49,14 +49,16 @@ def survey(
     """
     check_model(model)
     sizes = [_number(world) for world in worlds]
-    asked = [(plan, size, named_plan(plan, size)) for plan in plans for size in sizes]
+    for plan in plans:
+        check_plan_name(plan)
+    asked = [(plan, size) for plan in plans for size in sizes]
     from workbench.parallel.dryrun import dry_run
 
     rows = []
-    for name, size, plan in asked:
+    for name, size in asked:
         try:
-            run = dry_run(model, plan, world=size, batch=batch, method="allocator" if on_gpu else "fake tensors")
-            rows.append(Row(name, size, run))
+            method: Literal["allocator", "fake tensors"] = "allocator" if on_gpu else "fake tensors"
+            rows.append(Row(name, size, dry_run(model, named_plan(name, size), world=size, batch=batch, method=method)))
         except Refused as refusal:
             if len(asked) == 1:
                 raise
