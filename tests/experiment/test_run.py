@@ -217,7 +217,8 @@ def test_nested_settings_are_merged_over_the_workload() -> None:
 PROMPT_S = 15
 """Below any of the waits that an interrupt might fall into (an arm's 20 s of silence), above a busy machine's delay."""
 SCRIPT = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts in the background
 sys.path.insert(0, {here!r})
 from test_run import ablation, arm
 from workbench.experiment import Protocol
