@@ -8,6 +8,13 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "agg")
 
+import torch
+
+# Without a GPU the Triton kernels run in Triton's interpreter, which must be chosen before anything imports Triton.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+torch.set_num_threads(1)
+
 
 @pytest.fixture(autouse=True)
 def _outside_any_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -214,10 +214,11 @@ def test_nested_settings_are_merged_over_the_workload() -> None:
     assert configs["quick"].loss_scaling.init == 2**16
 
 
-PROMPT_S = 8
-"""Far below any of the waits that an interrupt might fall into (an arm's 20 s of silence), far above a busy machine's delay."""
+PROMPT_S = 15
+"""Below any of the waits that an interrupt might fall into (an arm's 20 s of silence), above a busy machine's delay."""
 SCRIPT = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts in the background
 sys.path.insert(0, {here!r})
 from test_run import ablation, arm
 from workbench.experiment import Protocol
@@ -247,9 +248,9 @@ def test_ending_the_parent_ends_its_arms_and_the_record_says_so(tmp_path: Path, 
     assert sum("arm_process" in " ".join(process.cmdline()) for process in arms) == 2
     began = time.monotonic()
     os.kill(parent.pid, sent)
-    parent.wait(timeout=10)
+    parent.wait(timeout=30)
     took = time.monotonic() - began
-    _, alive = psutil.wait_procs(arms, timeout=5)
+    _, alive = psutil.wait_procs(arms, timeout=15)
     assert not alive
     assert took < PROMPT_S
     assert scan(tmp_path)[0].status == {signal.SIGINT: "interrupted", signal.SIGKILL: "killed"}[sent]
@@ -259,6 +260,6 @@ def test_ending_the_parent_ends_its_arms_and_the_record_says_so(tmp_path: Path, 
 def test_no_process_outlives_a_killed_parent_whatever_it_does(tmp_path: Path, fault: str) -> None:
     parent, processes = _started(tmp_path, fault)
     parent.kill()
-    parent.wait(timeout=10)
-    _, alive = psutil.wait_procs(processes, timeout=5)
+    parent.wait(timeout=30)
+    _, alive = psutil.wait_procs(processes, timeout=15)
     assert not alive

@@ -26,7 +26,7 @@ def finding() -> Finding:
         _arm("fp16, static", zero=0.0, flushed=0.0, logit=3.0, settings={"mode": "static"}, **still),
         _arm("fp16, moving", zero=0.0, flushed=0.0, logit=40.0, settings={"interval": 3}, **scale),
     ]
-    return sample_finding(arms=arms, baseline="fp32")
+    return sample_finding(arms=arms, baseline="fp32", effects=[], guards=[], predictions=[], decisions=[])
 
 
 def _arm(name: str, *, zero: float, flushed: float, logit: float, settings: Any = None, **series: Any) -> ArmResult:

@@ -52,7 +52,9 @@ def main(read_fd: int, write_fd: int, life_fd: int) -> None:
             answer("refused", error=str(refusal))
         except BaseException as error:
             traceback.print_exc()
-            answer("failed", status=classify(error), error=_last_lines(error))
+            status = classify(error)
+            # A divergence says what happened by itself; a crash needs to show where.
+            answer("failed", status=status, error=str(error) if status == "diverged" else _last_lines(error))
 
 
 def _die_with_parent(life_fd: int) -> None:
