@@ -1,0 +1,1 @@
+"""How one model is spread over devices: plans and their rules, wrapping, pipelines."""
