@@ -98,6 +98,8 @@ def test_activations_in_flight_are_what_the_papers_say():
     assert peaks("zb-h2") == [2 * p - 1] * p
     assert peaks("zb-v") == [2 * p] * p  # of stages half as long, so 1F1B's memory on its first rank
     assert max(peaks("dualpipe-v")) == 2 * p + 1
+    assert max(peaks("zb-1p")) == p
+    assert max(peaks("zb-2p")) == 2 * p
 
 
 def test_stages_lie_in_a_loop_or_in_a_v():

@@ -1,33 +1,20 @@
 """Pipeline schedules as tables: what every rank does, in what order. No torch.
 
-Symbols: p ranks, m micro-batches, v model chunks per rank; p·v stages. In the passes, F is a micro-batch's forward pass through
-a stage, I the backward pass for the stage's input, W the one for its weights, and B both of them in one.
+Symbols: p ranks, m micro-batches, v model chunks per rank; p·v stages. ``actions`` explains the passes F, B, I and W.
 """
 
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
 
 from workbench.errors import Refused, nearest
+from workbench.parallel.actions import Action, Kind, Row, Table
+from workbench.parallel.zero_bubble import Times, zero_bubble_table
 
-Kind = Literal["F", "B", "I", "W"]
-
-
-class Action(NamedTuple):
-    """One pass of one micro-batch through one stage."""
-
-    kind: Kind
-    stage: int
-    microbatch: int
-
-
-Row = tuple[Action, ...]
-Table = tuple[Row, ...]
-"""One row per rank, in order of execution."""
-
-NAMES = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
+NAMES = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "zb-1p", "zb-2p")
 LOOPED = ("interleaved-1f1b", "looped-bfs")
 V_SHAPED = ("zb-v", "dualpipe-v")
-SPLIT_BACKWARD = ("zb-h1", "zb-h2", "zb-v", "dualpipe-v")
+TIMED = {"zb-1p": 1, "zb-2p": 2}
+"""Schedules placed by the times of the passes, and the activations that a rank may hold, over p."""
+SPLIT_BACKWARD = ("zb-h1", "zb-h2", "zb-v", "dualpipe-v", "zb-1p", "zb-2p")
 """Schedules that hold I and W actions, and so need a backward pass in two parts."""
 
 
@@ -68,18 +55,32 @@ def stages_of_rank(name: str, rank: int, ranks: int, chunks: int | None = None) 
     return (rank, 2 * ranks - 1 - rank) if name in V_SHAPED else tuple(rank + ranks * c for c in range(v))
 
 
-def schedule_table(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Table:
+def schedule_table(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    chunks: int | None = None,
+    *,
+    times: tuple[Times, Times, Times] = (1.0, 1.0, 1.0),
+    transfer: float = 0.0,
+    kept_for_weights: float = 1.0,
+) -> Table:
     """One row of actions per rank, in order of execution.
 
     ``gpipe``: Huang et al. 2019. ``1f1b``: PipeDream-Flush, Narayanan et al. 2021, whose interleaving over v chunks is
     ``interleaved-1f1b``. ``looped-bfs``: Breadth-First Pipeline Parallelism, Lamy-Poirier 2022. ``zb-h1``, ``zb-h2``: Qi et al.,
     Zero Bubble Pipeline Parallelism, ICLR 2024. ``zb-v``: Qi et al., Pipeline Parallelism with Controllable Memory, 2024.
-    ``dualpipe-v``: DeepSeek's DualPipe cut in half, Sea AI 2025; what it overlaps stands here as F, then B.
+    ``dualpipe-v``: DeepSeek's DualPipe cut in half, Sea AI 2025; what it overlaps stands here as F, then B. ``zb-1p``, ``zb-2p``:
+    Zero Bubble's heuristic within the activations of p or 2p micro-batches, the one kind of table that depends on ``times``.
 
     Args:
         ranks: p, the devices in the pipeline.
         microbatches: m, per optimizer step.
         chunks: v, of schedules that loop; 2 by default.
+        times: of F, I and W, each a number or one per rank, for ``zb-1p`` and ``zb-2p``.
+        transfer: between ranks, in the unit of ``times``, for the same two.
+        kept_for_weights: share of an activation that is still held from I until W, for the same two. Qi et al. count 32 of
+            34 + 5·a·s/h bytes (a heads, s tokens, width h); everything, the default, is what autograd holds at worst.
 
     Raises:
         Refused: they do not fit the schedule, with the nearest that do.
@@ -87,6 +88,10 @@ def schedule_table(name: str, ranks: int, microbatches: int, chunks: int | None 
     v = num_chunks(name, chunks)
     _check(name, ranks, microbatches)
     p, m = ranks, microbatches
+    if name in TIMED:
+        if not 0 <= kept_for_weights <= 1:
+            raise Refused("share of an activation kept for the weights' pass", kept_for_weights, allowed="0 … 1")
+        return zero_bubble_table(p, m, times, transfer, limit=TIMED[name] * p, kept_for_weights=kept_for_weights)
     rows: dict[str, Iterator[Row]] = {
         "gpipe": (_gpipe(r, m) for r in range(p)),
         "1f1b": (_one_f_one_b(r, p, m) for r in range(p)),
