@@ -8,7 +8,7 @@ combinations are tried, and the shortest is kept.
 
 import math
 from functools import lru_cache
-from itertools import product
+from itertools import count, product
 
 from workbench.parallel.actions import Action, Kind, Table
 
@@ -36,7 +36,7 @@ def zero_bubble_table(
     """
     tried = [_Placement(ranks, microbatches, times, transfer, limit, kept_for_weights, choices) for choices in CHOICES]
     best = min(tried, key=lambda placement: placement.longest_span())
-    return tuple(tuple(row) for row in best.rows)
+    return best.table()
 
 
 class _Placement:
@@ -56,8 +56,8 @@ class _Placement:
         self.cost: dict[Kind, tuple[float, ...]] = dict(zip(KINDS, per_rank, strict=True))
         self.memory: dict[Kind, float] = {"F": 1.0, "I": kept - 1.0, "W": -kept}
         self.keep_idle, self.may_skip, self.always_fill = choices
-        self.rows: list[list[Action]] = [[] for _ in range(p)]
-        self.ends: dict[Action, float] = {}
+        self.rows: list[list[Kind]] = [[] for _ in range(p)]
+        self.ends: dict[Kind, list[list[float]]] = {kind: [[] for _ in range(p)] for kind in KINDS}
         self.clock, self.gaps, self.held = [0.0] * p, [0.0] * p, [0.0] * p
         self.done: dict[Kind, list[int]] = {kind: [0] * p for kind in KINDS}
         self._warm_up()
@@ -70,7 +70,15 @@ class _Placement:
             self._place_weights(rank, m)
 
     def longest_span(self) -> float:
-        return max(self.clock[r] - self.ends[row[0]] + self.cost["F"][r] for r, row in enumerate(self.rows))
+        return max(self.clock[r] - self.ends["F"][r][0] + self.cost["F"][r] for r in range(self.p))
+
+    def table(self) -> Table:
+        """Micro-batches pass in order, so a row's kinds number them."""
+        counters = [{kind: count() for kind in KINDS} for _ in range(self.p)]
+        return tuple(
+            tuple([Action(kind, rank, next(counters[rank][kind])) for kind in row])
+            for rank, row in enumerate(self.rows)
+        )
 
     def _warm_up(self) -> None:
         """One F on every rank, more of them until the first gradient can have come back, then the first I."""
@@ -141,17 +149,19 @@ class _Placement:
 
     def _due(self, kind: Kind, rank: int) -> float:
         """When the next pass of this kind can start, as far as the neighbour is concerned."""
-        neighbour = {"F": rank - 1, "I": rank + 1, "W": -1}[kind]
+        if kind == "W":
+            return 0.0
+        neighbour = rank - 1 if kind == "F" else rank + 1
         if not 0 <= neighbour < self.p:
             return 0.0
-        return self.ends[Action(kind, neighbour, self.done[kind][rank])] + self.transfer
+        return self.ends[kind][neighbour][self.done[kind][rank]] + self.transfer
 
     def _place(self, kind: Kind, rank: int) -> None:
         start = max(self.clock[rank], self._due(kind, rank))
         if self.rows[rank]:
             self.gaps[rank] += start - self.clock[rank]
-        action = Action(kind, rank, self.done[kind][rank])
-        self.rows[rank].append(action)
-        self.ends[action] = self.clock[rank] = start + self.cost[kind][rank]
+        self.clock[rank] = start + self.cost[kind][rank]
+        self.rows[rank].append(kind)
+        self.ends[kind][rank].append(self.clock[rank])
         self.held[rank] += self.memory[kind]
         self.done[kind][rank] += 1
