@@ -106,7 +106,7 @@ def test_the_committed_errors_are_what_the_code_gives():
 
 def test_a_table_that_deadlocks_says_who_waits_for_what():
     f, b = Action("F", 0, 0), Action("B", 0, 0)
-    with pytest.raises(Refused, match="deadlocks: rank 0 for B of micro-batch 0 in stage 1"):
+    with pytest.raises(Refused, match="deadlocks: rank 0 waits for B of micro-batch 0 in stage 1"):
         simulate(((f, b, Action("F", 0, 1), Action("B", 0, 1)),
                   (Action("F", 1, 1), Action("B", 1, 1), Action("F", 1, 0), Action("B", 1, 0))), (1, 1, 1))  # fmt: skip
     with pytest.raises(Refused, match="rank 0 has B of micro-batch 0 in stage 0 before F"):

@@ -195,9 +195,10 @@ def compile_table(table: Table) -> Compiled:
             if action in waiting_for:
                 ready.append(waiting_for.pop(action))
     if len(passes) < len(rank_of):
-        stuck = ", ".join(f"rank {rank} for {_say(action)}" for action, rank in waiting_for.items())
+        stuck = sorted((rank, _say(action)) for action, rank in waiting_for.items())
+        said = ", ".join(f"rank {rank} waits for {what}" for rank, what in stuck)
         raise Refused(
-            f"schedule table that deadlocks: {stuck}", fix="every rank waits for a pass that stands behind another wait"
+            f"schedule table that deadlocks: {said}", fix="put those passes before what their own ranks wait for"
         )
     rows = tuple(tuple([position[action] for action in row]) for row in table)
     return Compiled(table, rows, tuple(passes), *_peaks(table, stages))
