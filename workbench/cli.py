@@ -298,6 +298,44 @@ def data_fetch(name: str) -> None:
 
 
 @app.command()
+def schedule(
+    name: Annotated[
+        str,
+        typer.Option(
+            "--schedule",
+            help="gpipe, 1f1b, interleaved-1f1b, looped-bfs, zb-h1, zb-h2, zb-1p, zb-2p, zb-v or dualpipe-v.",
+        ),
+    ],
+    stages: Annotated[int, typer.Option(min=1, help="Ranks of the pipeline: devices, not the chunks on them.")],
+    microbatches: Annotated[int, typer.Option(min=1, help="Micro-batches per optimizer step.")],
+    chunks: Annotated[
+        int | None, typer.Option(min=1, help="Model chunks per rank, of schedules that loop. [default: 2]")
+    ] = None,
+    forward: Annotated[float, typer.Option(help="Time of a rank's forward pass over a micro-batch.")] = 1.0,
+    backward_input: Annotated[float, typer.Option(help="Of its backward pass for the input.")] = 1.0,
+    backward_weight: Annotated[float, typer.Option(help="Of its backward pass for the weights.")] = 1.0,
+    transfer: Annotated[float, typer.Option(help="Of an activation, or its gradient, between ranks.")] = 0.0,
+    gantt: Annotated[Path | None, typer.Option(help="Draw the timeline into this .svg or .png.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Simulate a pipeline: bubble, makespan, memory."""
+    from workbench.batch.schedule import check_gantt, simulate_schedule, summary, summary_text, write_gantt
+
+    if gantt is not None:
+        check_gantt(gantt)
+    times = (forward, backward_input, backward_weight)
+    run = simulate_schedule(name, stages, microbatches, chunks, times, transfer)
+    answer = summary(name, run, microbatches)
+    if gantt is not None:
+        said = f"F {forward:g}, I {backward_input:g}, W {backward_weight:g}, transfer {transfer:g}"
+        write_gantt(gantt, run, answer, f"simulated · times of a stage: {said}")
+    if as_json:
+        _print_json(answer)
+    else:
+        _stdout().print(summary_text(answer))
+
+
+@app.command()
 def site(out: Annotated[Path, typer.Option(help="Folder to build into.")] = Path("site"), root: Root = RUNS) -> None:
     """Build offline HTML of all findings."""
     from workbench.report.site import build_site

@@ -5,15 +5,16 @@ run beside the passes and take a constant time; within a rank there are none. No
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, NamedTuple
 
 from workbench.errors import Refused
 from workbench.parallel.schedules import Action, Table, num_chunks
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Times = float | Sequence[float]
 
@@ -140,7 +141,7 @@ def simulate(
     )
 
 
-def makespans(table: Table | Compiled, times: np.ndarray, transfer: np.ndarray | float = 0.0) -> np.ndarray:
+def makespans(table: Table | Compiled, times: "np.ndarray", transfer: "np.ndarray | float" = 0.0) -> "np.ndarray":
     """Makespans of one table under many sets of times, all in one sweep.
 
     Args:
@@ -150,6 +151,8 @@ def makespans(table: Table | Compiled, times: np.ndarray, transfer: np.ndarray |
     Returns:
         [n]
     """
+    import numpy as np
+
     compiled = table if isinstance(table, Compiled) else compile_table(table)
     forward, backward_input, backward_weight = times
     durations = (forward, backward_input + backward_weight, backward_input, backward_weight)
@@ -245,7 +248,7 @@ def pass_durations(stages: int, times: PassTimes | tuple[Times, Times, Times]) -
 
 
 def _per_stage(name: str, value: Times, stages: int) -> list[float]:
-    many = [float(value)] * stages if isinstance(value, int | float | np.number) else [float(v) for v in value]
+    many = [float(v) for v in value] if isinstance(value, Iterable) else [float(value)] * stages
     if len(many) != stages:
         raise Refused(f"{name} times", len(many), allowed=f"one, or one for each of {stages} stages")
     for v in many:
