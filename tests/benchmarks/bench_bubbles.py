@@ -2,8 +2,8 @@
 
     PYTHONPATH=. python tests/benchmarks/bench_bubbles.py
 
-Writes the table of errors to ``results/bubbles.json``; its tier is simulated, against cited. The times are this machine's:
-1,000 configurations of 16 ranks and 64 micro-batches, each with its own pass times, a new table for every tenth.
+Writes the table of errors to ``results/bubbles.json``; its tier is simulated, against cited. Then times the simulator on this
+machine, extrapolated from a tenth.
 """
 
 import json
@@ -18,7 +18,7 @@ from workbench.parallel.zero_bubble import zero_bubble_table
 from workbench.planner.pipeline import compile_table, makespans, simulate
 
 OUT = Path(__file__).parent / "results" / "bubbles.json"
-RANKS, MICROBATCHES, CONFIGURATIONS = 16, 64, 1000
+STAGES, MICROBATCHES, CONFIGURATIONS = 16, 64, 1000
 
 
 def main() -> None:
@@ -45,23 +45,30 @@ def main() -> None:
 
 def _speed() -> None:
     rng = np.random.default_rng(0)
-    seconds = {}
+    print(
+        f"seconds of this core for {CONFIGURATIONS} configurations of {STAGES} stages and {MICROBATCHES} micro-batches:"
+    )
     for name in NAMES:
-        stages = RANKS * num_chunks(name)
-        began = time.perf_counter()
-        for k in range(CONFIGURATIONS):
-            if k % 10 == 0:  # ten sets of times to a table
-                compile_table.cache_clear()
-                zero_bubble_table.cache_clear()
-                table = compile_table(schedule_table(name, RANKS, MICROBATCHES))
-            simulate(table, tuple(rng.uniform(0.5, 1.5, (3, stages)).tolist()), 0.1)
-        seconds[name] = time.perf_counter() - began
-    for name, spent in seconds.items():
-        print(f"{CONFIGURATIONS} simulations of {name:17} {spent:6.2f} s")
-    compiled = compile_table(schedule_table("1f1b", RANKS, MICROBATCHES))
-    began = time.perf_counter()
-    makespans(compiled, rng.uniform(0.5, 1.5, (3, RANKS, CONFIGURATIONS)), 0.1)
-    print(f"{CONFIGURATIONS} makespans of one 1f1b table, at once {time.perf_counter() - began:6.2f} s")
+        ranks = STAGES // num_chunks(name)
+        shared = compile_table(schedule_table(name, ranks, MICROBATCHES))
+        tries = CONFIGURATIONS // 10
+        times = rng.uniform(0.5, 1.5, (tries, 3, STAGES)).tolist()
+        began = time.process_time()
+        for forward, backward_input, backward_weight in times:
+            simulate(shared, (forward, backward_input, backward_weight), 0.1)
+        alone = time.process_time() - began
+        began = time.process_time()
+        for forward, backward_input, backward_weight in times:
+            compile_table.cache_clear()
+            zero_bubble_table.cache_clear()
+            simulate(schedule_table(name, ranks, MICROBATCHES), (forward, backward_input, backward_weight), 0.1)
+        with_table = time.process_time() - began
+        scale = CONFIGURATIONS / tries
+        print(f"{name:17} {scale * alone:6.2f} over one table  {scale * with_table:6.2f} each with a table of its own")
+    at_once = rng.uniform(0.5, 1.5, (3, STAGES, CONFIGURATIONS))
+    began = time.process_time()
+    makespans(schedule_table("1f1b", STAGES, MICROBATCHES), at_once, 0.1)
+    print(f"{'1f1b':17} {time.process_time() - began:6.2f} makespans alone, in one sweep")
 
 
 if __name__ == "__main__":

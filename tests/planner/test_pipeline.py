@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from tests.planner.published_bubbles import error_table
 from workbench.errors import Refused
 from workbench.parallel.schedules import NAMES, Action, num_chunks, schedule_table
-from workbench.planner.pipeline import closed_form, makespans, simulate
+from workbench.planner.pipeline import closed_form, compile_table, makespans, simulate
 
 COMMITTED = Path(__file__).parents[1] / "benchmarks" / "results" / "bubbles.json"
 positive = st.floats(0.01, 10)
@@ -86,6 +87,22 @@ def test_any_run_keeps_the_books(name, p, rounds, transfer, random):
     assert at_once == pytest.approx([run.makespan, 2 * run.makespan])
 
 
+def test_work_grows_with_the_passes_and_no_faster():
+    def seconds(microbatches: int) -> float:
+        table = schedule_table("zb-h1", 8, microbatches)
+        spent = []
+        for _ in range(5):
+            compile_table.cache_clear()
+            began = time.process_time()
+            simulate(table, (1, 1, 1))
+            spent.append(time.process_time() - began)
+        return min(spent)
+
+    assert seconds(256) < 8 * max(
+        seconds(64), 1e-4
+    )  # four times the passes; a quadratic sweep would take 16 times as long
+
+
 def test_published_bubble_rates_are_reproduced():
     table = error_table()
     assert len(table) == 36 and {row["schedule"] for row in table} >= {"zb-1p", "zb-2p", "1f1b", "interleaved 1f1b"}
@@ -106,13 +123,21 @@ def test_the_committed_errors_are_what_the_code_gives():
 
 def test_a_table_that_deadlocks_says_who_waits_for_what():
     f, b = Action("F", 0, 0), Action("B", 0, 0)
-    with pytest.raises(Refused, match="deadlocks: rank 0 waits for B of micro-batch 0 in stage 1"):
-        simulate(((f, b, Action("F", 0, 1), Action("B", 0, 1)),
-                  (Action("F", 1, 1), Action("B", 1, 1), Action("F", 1, 0), Action("B", 1, 0))), (1, 1, 1))  # fmt: skip
-    with pytest.raises(Refused, match="rank 0 has B of micro-batch 0 in stage 0 before F"):
+    crossed = (
+        (f, b, Action("F", 0, 1), Action("B", 0, 1)),
+        (Action("F", 1, 1), Action("B", 1, 1), Action("F", 1, 0), Action("B", 1, 0)),
+    )
+    waits = "rank 0 waits before B of micro-batch 0 in stage 0, rank 1 waits before F of micro-batch 1 in stage 1"
+    with pytest.raises(Refused, match=f"deadlocks: {waits}"):
+        simulate(crossed, (1, 1, 1))
+    with pytest.raises(Refused, match="rank 0 has B of micro-batch 0 in stage 0 before"):
         simulate(((b, f),), (1, 1, 1))
-    with pytest.raises(Refused, match="every pass once"):
-        simulate(((f, f, b),), (1, 1, 1))
+    for twice in ((f, f, b), (f, b, b), (f, b, Action("W", 0, 0)), (f, Action("I", 0, 0), b)):
+        with pytest.raises(Refused, match="stands twice"):
+            simulate((twice,), (1, 1, 1))
+    for nothing in ((), ((f, b), ())):
+        with pytest.raises(Refused, match="one pass or more"):
+            simulate(nothing, (1, 1, 1))
 
 
 @pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf])

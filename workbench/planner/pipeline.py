@@ -171,53 +171,58 @@ def compile_table(table: Table) -> Compiled:
     Raises:
         Refused: a pass stands twice, comes before its own forward or input pass, or the ranks wait for one another for ever.
     """
-    rank_of = {action: rank for rank, row in enumerate(table) for action in row}
-    if not rank_of or len(rank_of) < sum(map(len, table)) or not all(table):
-        raise Refused("schedule table", allowed="every pass once, and one or more on every rank")
-    stages = 1 + max(action.stage for action in rank_of)
-    position: dict[Action, int] = {}
+    if not table or not all(table):
+        raise Refused("schedule table", allowed="one pass or more on every rank")
+    stages = 1 + max(stage for row in table for _, stage, _ in row)
+    microbatches = 1 + max(i for row in table for _, _, i in row)
+    rank_of = {stage: rank for rank, row in enumerate(table) for _, stage, _ in row}
+    # Passes by number: all F, then all I or B, then all W, each by stage, then by micro-batch.
+    size = stages * microbatches
+    position = [-1] * (3 * size)
     passes: list[tuple[int, int, int, int, bool]] = []
     at = [0] * len(table)
+    waiting_for: dict[int, int] = {}  # the pass that a stopped rank needs
     ready = list(range(len(table)))
-    waiting_for: dict[Action, int] = {}  # the pass that a stopped rank needs
     while ready:
         rank = ready.pop()
         row = table[rank]
-        while at[rank] < len(row):
-            action = row[at[rank]]
-            own, source = _needs(action, stages, rank_of)
-            if own is not None and own not in position:
-                raise Refused(f"schedule table: rank {rank} has {_say(action)} before {_say(own)}, which it needs")
-            if source is not None and source not in position:
+        for action in row[at[rank] :]:
+            kind, stage, i = action
+            number = stage * microbatches + i
+            source = -1
+            if kind == "F":
+                source = number - microbatches if stage else -1
+            else:
+                own, number = (number, number + size) if kind != "W" else (number + size, number + 2 * size)
+                if position[own] < 0:
+                    raise Refused(
+                        f"schedule table: rank {rank} has {_say(action)} before the pass of its own that it needs"
+                    )
+                if kind != "W" and stage < stages - 1:
+                    source = number + microbatches
+            if source >= 0 and position[source] < 0:
                 waiting_for[source] = rank
                 break
-            crosses = source is not None and rank_of[source] != rank
-            position[action] = len(passes)
-            passes.append((rank, action.stage, "FBIW".index(action.kind), position[source] if source else -1, crosses))
+            if position[number] >= 0:
+                raise Refused(f"schedule table: {_say(action)} stands twice")
+            position[number] = len(passes)
+            if kind == "B":
+                position[number + size] = len(passes)
+            crosses = source >= 0 and rank_of[stage - 1 if kind == "F" else stage + 1] != rank
+            passes.append((rank, stage, "FBIW".index(kind), position[source] if source >= 0 else -1, crosses))
             at[rank] += 1
-            if action in waiting_for:
-                ready.append(waiting_for.pop(action))
-    if len(passes) < len(rank_of):
-        stuck = sorted((rank, _say(action)) for action, rank in waiting_for.items())
-        said = ", ".join(f"rank {rank} waits for {what}" for rank, what in stuck)
+            if number in waiting_for:
+                ready.append(waiting_for.pop(number))
+    if waiting_for:
+        stuck = sorted((rank, _say(table[rank][at[rank]])) for rank in waiting_for.values())
+        said = ", ".join(f"rank {rank} waits before {what}" for rank, what in stuck)
         raise Refused(
-            f"schedule table that deadlocks: {said}", fix="put those passes before what their own ranks wait for"
+            f"schedule table that deadlocks: {said}", fix="put what these need before what its own rank waits for"
         )
-    rows = tuple(tuple([position[action] for action in row]) for row in table)
-    return Compiled(table, rows, tuple(passes), *_peaks(table, stages))
-
-
-def _needs(action: Action, stages: int, known: dict[Action, int]) -> tuple[Action | None, Action | None]:
-    """Of a pass: the one of its own stage, and the one of a neighbour, that must end before."""
-    kind, stage, i = action
-    if kind == "F":
-        return None, Action("F", stage - 1, i) if stage else None
-    if kind == "W":
-        return Action("I", stage, i), None
-    if stage == stages - 1:
-        return Action("F", stage, i), None
-    whole = Action("B", stage + 1, i)
-    return Action("F", stage, i), whole if whole in known else Action("I", stage + 1, i)
+    rows: list[list[int]] = [[] for _ in table]
+    for k, (rank, *_) in enumerate(passes):
+        rows[rank].append(k)
+    return Compiled(table, tuple(map(tuple, rows)), tuple(passes), *_peaks(table, stages))
 
 
 def _peaks(table: Table, stages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
