@@ -12,15 +12,15 @@ CHUNKS = {"GPT 1.5B": 3, "GPT 6.2B": 4}
 """Of interleaved 1F1B, per device: the paper does not say; these are the ones that its bubbles fit."""
 
 
-def simulated(row: dict[str, str]) -> float:
-    """The row's bubble rate in the paper's definition."""
+def simulated(row: dict[str, str], kept: float | None = None) -> float:
+    """The row's bubble rate in the paper's definition; ``kept`` of an activation is held from I until W, by default its share."""
     name = row["schedule"].replace(" ", "-")
     chunks = CHUNKS[row["model"]] if name == "interleaved-1f1b" else 1
     forward, backward_input, backward_weight, transfer = (float(row[k]) for k in ("f_ms", "b_ms", "w_ms", "comm_ms"))
     times = (forward / chunks, backward_input / chunks, backward_weight / chunks)
     table = schedule_table(
         name, int(row["pp"]), int(row["num_microbatches"]), chunks if chunks > 1 else None,
-        times=times, transfer=transfer, kept_for_weights=kept_for_weights(row),
+        times=times, transfer=transfer, kept_for_weights=kept_for_weights(row) if kept is None else kept,
     )  # fmt: skip
     return simulate(table, times, transfer).span_bubble_fraction
 

@@ -29,11 +29,12 @@ def test_a_chart_draws_every_pass_in_its_lane() -> None:
     bars = bars_of(run())
     axes = gantt_figure(bars, "title", "simulated").axes[0]
     drawn = {
-        (round(p.get_x(), 6), round(p.get_width(), 6), round(p.get_y() + p.get_height() / 2))
-        for p in axes.patches
-        if p.get_height() > 0.5
+        (c.get_label(), *np.round([*path.vertices.min(axis=0), *path.vertices.max(axis=0)], 6))
+        for c in axes.collections
+        if c.get_label() in PASSES
+        for path in c.get_paths()
     }
-    assert drawn == {(round(b.start, 6), round(b.end - b.start, 6), b.rank) for b in bars}
+    assert drawn == {(b.kind, *np.round([b.start, b.rank - 0.43, b.end, b.rank + 0.43], 6)) for b in bars}
 
 
 def test_kinds_differ_in_grey() -> None:

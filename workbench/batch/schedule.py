@@ -98,7 +98,8 @@ def write_gantt(path: Path, run: Simulation, answer: dict[str, Any], note: str) 
     from workbench.report.pipeline import bars_of, gantt_figure
     from workbench.report.style import render
 
-    title = f"{answer['schedule']}, {answer['microbatches']} micro-batches: bubble {answer['bubble_fraction']:.1%}"
+    title = f"{answer['schedule']}, {answer['stages']} stages, {answer['microbatches']} micro-batches"
+    title += f": bubble {answer['bubble_fraction']:.1%}"
     data = render(gantt_figure(bars_of(run), title, note), "svg" if path.suffix.lower() == ".svg" else "png")
     try:
         write_bytes(path, data)

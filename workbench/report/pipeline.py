@@ -6,6 +6,7 @@ from typing import NamedTuple
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -23,6 +24,8 @@ PASSES = {
     "W": ("W backward, weights", 2, 1.0),
 }
 """Of each kind of pass: its name, colour, and how much of it over the page's: lighter and darker also in grey."""
+CROWDED = 500
+"""Bars per lane beyond which they have no outline, and are an image in an SVG too."""
 CHUNK_HATCHES = ["", "//", "..", "xx"]
 
 
@@ -128,18 +131,29 @@ def _lanes(axes: Axes, bars: Sequence[Bar], until: float) -> None:
     groups: dict[tuple[str, int], list[Bar]] = {}
     for bar in bars:
         groups.setdefault((bar.kind, chunks[bar.rank, bar.stage] if bar.kind in PASSES else 0), []).append(bar)
+    crowded = len(bars) > CROWDED * ranks
     for (kind, chunk), members in groups.items():
-        colour = _colour(kind)
-        height = 0.86 if kind in PASSES else 0.2
-        axes.bar(
-            [b.start for b in members], height, [b.end - b.start for b in members], [b.rank - height / 2 for b in members],
-            align="edge", color=colour, hatch=CHUNK_HATCHES[chunk % 4], edgecolor=_over(colour), linewidth=0,
+        colour, corners = _colour(kind), list(_corners(members, 0.86 if kind in PASSES else 0.2))
+        filled = PolyCollection(
+            corners, label=kind, facecolor=colour, edgecolor=_over(colour), hatch=CHUNK_HATCHES[chunk % 4], linewidth=0, zorder=2
         )  # fmt: skip
-        axes.bar(  # outlines of their own, for a hatch takes the colour of the edge
-            [b.start for b in members], height, [b.end - b.start for b in members], [b.rank - height / 2 for b in members],
-            align="edge", color="none", edgecolor=matplotlib.rcParams["axes.facecolor"], linewidth=0.5,
-        )  # fmt: skip
+        filled.set_rasterized(crowded)
+        axes.add_collection(filled, autolim=False)
+        if not crowded:  # outlines of their own, for a hatch takes the colour of the edge
+            face = matplotlib.rcParams["axes.facecolor"]
+            axes.add_collection(
+                PolyCollection(corners, facecolor="none", edgecolor=face, linewidth=0.5, zorder=2), autolim=False
+            )
     _number(axes, bars, until)
+
+
+def _corners(bars: Sequence[Bar], height: float) -> np.ndarray:
+    """[bars, 4, 2]"""
+    left, right, lane = np.array([(b.start, b.end, b.rank) for b in bars]).T
+    top, bottom = lane - height / 2, lane + height / 2
+    return np.stack(
+        [np.stack(corner, -1) for corner in ((left, top), (right, top), (right, bottom), (left, bottom))], 1
+    )
 
 
 def _number(axes: Axes, bars: Sequence[Bar], until: float) -> None:
