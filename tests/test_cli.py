@@ -135,6 +135,7 @@ def test_every_command_has_help_that_fits_a_line() -> None:
         ([*SCHEDULE, "--forward", "nan"], "forward time"),
         ([*SCHEDULE, "--backward-weight", "-1"], "backward-weight time"),
         ([*SCHEDULE, "--transfer", "inf"], "transfer time"),
+        ([*SCHEDULE, "--forward", "0", "--backward-input", "0", "--backward-weight", "0"], "above 0"),
         ([*SCHEDULE, "--schedule", "interleaved-1f1b"], "take 8 or 16"),
         ([*SCHEDULE, "--chunks", "2"], "interleaved-1f1b"),
         ([*SCHEDULE, "--microbatches", "100000000"], "at most"),

@@ -29,6 +29,8 @@ def simulate_schedule(
         ("forward", "backward-input", "backward-weight", "transfer"), (*times, transfer), strict=True
     ):
         check_time(what, value)
+    if not any(times):
+        raise Refused("times of all passes", 0, allowed="one above 0 at least")
     if ranks * v * microbatches * 2 > MOST_PASSES:
         fix = "take fewer micro-batches or stages"
         raise Refused("passes to simulate", ranks * v * microbatches * 2, allowed=f"{MOST_PASSES} at most", fix=fix)
