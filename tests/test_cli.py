@@ -23,6 +23,7 @@ from workbench.batch import doctor
 from workbench.records.run import Run
 
 ROOT = Path(__file__).parent.parent
+SCHEDULE = ["schedule", "--schedule", "1f1b", "--stages", "8", "--microbatches", "10"]
 
 
 def start(*arguments: str, **options: Any) -> subprocess.Popen:
@@ -94,6 +95,7 @@ def test_every_command_has_help_that_fits_a_line() -> None:
         "show",
         "compare",
         "dryrun",
+        "schedule",
         "site",
         "lab",
         "data",
@@ -130,6 +132,20 @@ def test_every_command_has_help_that_fits_a_line() -> None:
         (["dryrun", "--model", "vit-nano", "--plan", "fsdpp"], "fsdp"),
         (["dryrun", "--model", "vit-nano", "--world", "many"], "world"),
         (["nonsense"], "nonsense"),
+        ([*SCHEDULE, "--schedule", "1f1"], "did you mean '1f1b'"),
+        ([*SCHEDULE, "--stages", "0"], "--stages"),
+        ([*SCHEDULE, "--stages", "-4"], "--stages"),
+        ([*SCHEDULE, "--microbatches", "0"], "--microbatches"),
+        ([*SCHEDULE, "--forward", "nan"], "forward time"),
+        ([*SCHEDULE, "--backward-weight", "-1"], "backward-weight time"),
+        ([*SCHEDULE, "--transfer", "inf"], "transfer time"),
+        ([*SCHEDULE, "--forward", "0", "--backward-input", "0", "--backward-weight", "0"], "above 0"),
+        ([*SCHEDULE, "--schedule", "interleaved-1f1b"], "take 8 or 16"),
+        ([*SCHEDULE, "--chunks", "2"], "interleaved-1f1b"),
+        ([*SCHEDULE, "--microbatches", "100000000"], "at most"),
+        ([*SCHEDULE, "--gantt", "nowhere/out.svg"], "a folder that exists"),
+        ([*SCHEDULE, "--gantt", "tests"], ".svg or .png"),
+        ([*SCHEDULE, "--gantt", "/proc/out.svg"], "can be written"),
     ],
 )
 def test_wrong_requests_are_refused_with_two_and_start_nothing(
@@ -222,6 +238,36 @@ def test_run_is_shown_with_its_finding_and_two_are_compared(
     assert "provenance.host" not in differences
     code, out, _ = called(capsys, monkeypatch, "compare", "run-a", "run-d", "--root", str(runs))
     assert code == 0 and "broken" in out
+
+
+def test_schedule_gives_bubble_makespan_and_activations_and_draws_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picture = tmp_path / "out.svg"
+    code, out, err = called(capsys, monkeypatch, *SCHEDULE, "--json", "--gantt", str(picture))
+    answer = json.loads(out)
+    assert (code, err) == (0, "")
+    assert answer["bubble_fraction"] == pytest.approx(7 / 17) == answer["theory"]["bubble_fraction"]
+    assert answer["makespan"] == 17 * 3
+    assert answer["peak_in_flight"] == [8, 7, 6, 5, 4, 3, 2, 1]
+    assert picture.read_text().startswith("<?xml")
+    code, out, _ = called(capsys, monkeypatch, *SCHEDULE)
+    assert code == 0 and "bubble 41.2%, makespan 51" in out and "(p−1)/(m+p−1) = 41.2%" in out
+
+
+def test_schedule_divides_a_stage_among_its_chunks(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that all schedules do the same work, and their memory compares."""
+    options = ["--stages", "4", "--microbatches", "8", "--json"]
+    answers = {
+        name: json.loads(called(capsys, monkeypatch, "schedule", "--schedule", name, *options)[1])
+        for name in ("1f1b", "interleaved-1f1b", "zb-v", "looped-bfs")
+    }
+    assert {stage["busy"] for answer in answers.values() for stage in answer["per_stage"]} == {24.0}
+    assert answers["zb-v"]["peak_in_flight"] == [4] * 4 and answers["looped-bfs"]["peak_in_flight"] == [8] * 4
+    assert answers["interleaved-1f1b"]["peak_in_flight"][0] == (4 + 2 * 3 + 1) / 2
+    assert answers["zb-v"]["bubble_fraction"] < answers["interleaved-1f1b"]["bubble_fraction"] < 3 / 11
 
 
 def test_ladder_reports_every_stage_and_exits_with_one_if_any_failed(tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from workbench import cli_planning
+from workbench.console import AsJson, print_json, stderr, stdout
 from workbench.errors import Refused
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from workbench.records.record import RunRecord
 
 app = typer.Typer(
@@ -33,7 +33,6 @@ data = typer.Typer(help="Data sets: list, verify, fetch.", no_args_is_help=True)
 app.add_typer(data, name="data")
 
 Root = Annotated[Path, typer.Option("--root", help="Folder of the run records.", envvar="WORKBENCH_RUNS")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Seconds = Annotated[float | None, typer.Option("--timeout", min=0.001, help="Seconds that one run may take.")]
 RUNS = Path("runs")
 
@@ -45,7 +44,7 @@ def doctor(root: Root = RUNS, as_json: AsJson = False) -> None:
 
     checks = examine(root)
     if as_json:
-        _print_json([check.model_dump() for check in checks])
+        print_json([check.model_dump() for check in checks])
     else:
         from rich.markup import escape
         from rich.table import Table
@@ -55,7 +54,7 @@ def doctor(root: Root = RUNS, as_json: AsJson = False) -> None:
         for check in checks:
             fix = f"\n[dim]{escape(check.fix)}[/]" if check.fix else ""
             table.add_row(escape(check.subject), style[check.state], escape(check.detail) + fix)
-        _stdout().print(table)
+        stdout().print(table)
     raise typer.Exit(1 if any(check.state == "trouble" for check in checks) else 0)
 
 
@@ -128,7 +127,7 @@ def run(
     if out is not None and not out.absolute().name:
         raise Refused("--out", str(out), allowed="a folder that does not exist", fix="name one inside it")
     folder, run_id = (out.absolute().parent, out.absolute().name) if out else (root, None)
-    with RunDisplay(_stderr()) as display:
+    with RunDisplay(stderr()) as display:
         record = run_notebook(
             prepared,
             folder,
@@ -139,13 +138,13 @@ def run(
             on_tick=display.tick,
         )
     if as_json:
-        _print_json(record_json(record))
+        print_json(record_json(record))
     else:
-        _stderr().print(f"{status_text(record.status)}", end=": " if record.error else "\n")
+        stderr().print(f"{status_text(record.status)}", end=": " if record.error else "\n")
         if record.error:
-            _stderr().print(record.error, soft_wrap=True, markup=False, highlight=False)
+            stderr().print(record.error, soft_wrap=True, markup=False, highlight=False)
         if found := read_finding(record.dir):
-            _stderr().print(summary(found))
+            stderr().print(summary(found))
         print(record.dir)
     raise typer.Exit(record.exit_code or 0)
 
@@ -175,20 +174,20 @@ def ladder(
         planned = resumed_ladder(resume, root, profile, chosen)
     else:
         planned = new_ladder(profile or "cpu", chosen, root, notebooks or NOTEBOOKS)
-    _stderr().print(f"ladder {planned.plan.id}, profile {planned.plan.profile}", highlight=False, markup=False)
-    with Display(planned, _stderr()) as display:
+    stderr().print(f"ladder {planned.plan.id}, profile {planned.plan.profile}", highlight=False, markup=False)
+    with Display(planned, stderr()) as display:
         records = run_ladder(planned, display, timeout=timeout)
     code = exit_code(records)
     if as_json:
-        _print_json({"ladder": planned.plan.id, "exit_code": code, "runs": [record_json(r) for r in records]})
+        print_json({"ladder": planned.plan.id, "exit_code": code, "runs": [record_json(r) for r in records]})
     else:
-        _stdout().print(runs_table(records))
+        stdout().print(runs_table(records))
         if code:
             completed = sum(r.status == "completed" for r in records)
             said = f"{completed} of {len(planned.stages)} completed"
             if completed < len(planned.stages):
                 said += f"; repeat the rest with --resume {planned.plan.id}"
-            _stderr().print(said, highlight=False)
+            stderr().print(said, highlight=False)
     raise typer.Exit(code)
 
 
@@ -204,7 +203,7 @@ def status(
 
     records = scan(root)[-limit:]
     if as_json:
-        _print_json([record_json(record) for record in records])
+        print_json([record_json(record) for record in records])
     else:
         _print_runs(records, root)
 
@@ -223,7 +222,7 @@ def runs(
 
     rows = query(root, where)
     if as_json:
-        _print_json(rows)
+        print_json(rows)
     else:
         _print_runs([read(root / row["id"]) for row in rows], root)
 
@@ -237,9 +236,9 @@ def show(run_id: Annotated[str, typer.Argument(metavar="RUN")], root: Root = RUN
 
     record = load(root, run_id)
     if as_json:
-        _print_json({**record_json(record), "finding": finding(record.dir)})
+        print_json({**record_json(record), "finding": finding(record.dir)})
     else:
-        _stdout().print(describe(record))
+        stdout().print(describe(record))
 
 
 @app.command()
@@ -256,9 +255,9 @@ def compare(
     a, b = load(root, first), load(root, second)
     rows = differences(a, b)
     if as_json:
-        _print_json({"runs": [a.id, b.id], "differences": [row._asdict() for row in rows]})
+        print_json({"runs": [a.id, b.id], "differences": [row._asdict() for row in rows]})
     else:
-        _stdout().print(comparison_table(a, b, rows) if rows else f"{a.id} and {b.id} do not differ")
+        stdout().print(comparison_table(a, b, rows) if rows else f"{a.id} and {b.id} do not differ")
 
 
 @data.command("list")
@@ -268,7 +267,7 @@ def data_list(as_json: AsJson = False) -> None:
 
     rows = list_sources()
     if as_json:
-        return _print_json([row.model_dump() for row in rows])
+        return print_json([row.model_dump() for row in rows])
     from rich.markup import escape
     from rich.table import Table
 
@@ -278,7 +277,7 @@ def data_list(as_json: AsJson = False) -> None:
         size = f"{row.size_bytes / 2**20:,.1f} MiB" if row.size_bytes else ""
         about = row.problem or row.description.partition(". ")[0]
         table.add_row(row.name, here, size, escape(row.licence), escape(about))
-    _stdout().print(table)
+    stdout().print(table)
 
 
 @data.command("verify")
@@ -297,26 +296,8 @@ def data_fetch(name: str) -> None:
     print(fetch(name))
 
 
-@app.command()
-def dryrun(
-    model: Annotated[str, typer.Option(help="A registered model, such as vit-10b.")],
-    world: Annotated[str, typer.Option(help="Ranks: a number, or several as 8,16,32.")] = "8",
-    plan: Annotated[str, typer.Option(help="A named plan, or several as fsdp,hsdp.")] = "fsdp",
-    batch: Annotated[int, typer.Option(min=1, help="Samples per rank and forward pass.")] = 1,
-    device_memory: Annotated[
-        float | None, typer.Option(min=1, help="GiB of a device: say what fits. [default: only say what is needed]")
-    ] = None,
-    on_gpu: Annotated[bool, typer.Option("--on-gpu", help="Take the step on this machine's GPU.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Say what memory each rank of a plan needs, without the ranks."""
-    from workbench.parallel.survey import survey, survey_table
-
-    runs = survey(model, world.split(","), plan.split(","), batch=batch, on_gpu=on_gpu)
-    if as_json:
-        rows = [row.as_json(device_memory) for row in runs]
-        return _print_json(rows[0] if len(rows) == 1 else rows)
-    _stdout().print(survey_table(runs, device_memory))
+for command in (cli_planning.dryrun, cli_planning.schedule):
+    app.command()(command)
 
 
 @app.command()
@@ -374,7 +355,7 @@ def _help_notebook(notebook: Path, as_json: bool) -> None:
         rows = [
             {"name": p.name, "type": str(p.type), "default": jsonable(p.default), "help": p.help} for p in parameters
         ]
-        return _print_json(rows)
+        return print_json(rows)
     for p in parameters:
         print(f"{p.name}: {p.type} = {p.default!r}" + (f"  # {p.help}" if p.help else ""))
 
@@ -384,28 +365,9 @@ def _print_runs(records: "Iterable[RunRecord]", root: Path) -> None:
 
     table = runs_table(records)
     if table.row_count:
-        _stdout().print(table)
+        stdout().print(table)
     else:
-        _stderr().print(f"no runs in {root}/", highlight=False, markup=False)
-
-
-def _print_json(value: Any) -> None:
-    from workbench.records.atomic import to_json
-
-    print(to_json(json.loads(json.dumps(value, default=str)), indent=1))
-
-
-def _stdout() -> "Console":
-    """As wide as the terminal; where there is none, wide enough that nothing is cut."""
-    from rich.console import Console
-
-    return Console(width=None if sys.stdout.isatty() else 200)
-
-
-def _stderr() -> "Console":
-    from rich.console import Console
-
-    return Console(stderr=True)
+        stderr().print(f"no runs in {root}/", highlight=False, markup=False)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Several ranks: plans, wrapping, checkpoints, and the memory that each rank needs."""
+"""How one model is spread over ranks: plans and their rules, wrapping, pipelines, checkpoints, and the memory of each rank."""
