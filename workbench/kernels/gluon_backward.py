@@ -23,6 +23,7 @@ from workbench.kernels.gluon_common import (
     PRODUCER_REGISTERS,
     ROWS,
     barriers,
+    described,
     place_of,
     tiles_of,
     tma_load,
@@ -316,9 +317,7 @@ def dkdv_kernel(
 
 def sums_of(x: torch.Tensor) -> TensorDescriptor:
     """A descriptor of one fp32 number per token, ``(batch, heads, n)``, in tiles of QUERIES tokens of one head."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    flat = x.contiguous().view(-1, x.shape[-1])
-    return TensorDescriptor(flat, list(flat.shape), list(flat.stride()), [1, QUERIES], layout)
+    return described(x.contiguous().view(-1, x.shape[-1]), (1, QUERIES))
 
 
 def backward(

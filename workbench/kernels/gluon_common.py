@@ -6,6 +6,9 @@ thread block per multiprocessor walks the work list.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+from copy import copy
+from functools import lru_cache
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -39,9 +42,28 @@ def computes(q: torch.Tensor, layout: BlockLayout) -> bool:
 def tiles_of(x: torch.Tensor, rows: int = 128) -> TensorDescriptor:
     """A descriptor of ``x`` (batch, heads, n, head_dim) in tiles of ``rows`` tokens of one head."""
     if x.stride(-1) != 1 or any(s % 8 for s in x.stride()[:3]) or x.data_ptr() % 16:
-        x = x.contiguous()
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, x.shape[-1]], layout)
+        x = x.clone(memory_format=torch.contiguous_format)  # contiguous() leaves what begins at an odd address
+    return described(x, (1, 1, rows, x.shape[-1]))
+
+
+def described(x: torch.Tensor, tile: tuple[int, ...]) -> TensorDescriptor:
+    """A descriptor of ``x`` in tiles of this shape. It is checked once per shape, for that takes the host longest; what is
+    left is where ``x`` lies, which must be a multiple of 16 bytes."""
+    assert x.data_ptr() % 16 == 0, "base must be 16-byte aligned"
+    made = copy(_form(x.shape, x.stride(), x.dtype, tile))
+    made.base = x
+    return made
+
+
+@lru_cache(maxsize=1024)
+def _form(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, tile: tuple[int, ...]
+) -> TensorDescriptor:
+    """A descriptor of no tensor. Tiles of 16-bit numbers are swizzled for the products, those of fp32 are not."""
+    swizzle = 128 if dtype.itemsize == 2 else 0
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * dtype.itemsize, rank=len(tile))
+    nowhere = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    return TensorDescriptor(nowhere, list(shape), list(strides), list(tile), layout)
 
 
 @gluon.jit

@@ -7,6 +7,7 @@ is the layout's; a kernel may cut it into tiles of fewer rows.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 import os
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -86,6 +87,7 @@ def needs_upcast(x: torch.Tensor) -> bool:
     return x.dtype == torch.float32 or (INTERPRETED and x.dtype == torch.bfloat16)
 
 
+@cache
 def num_processors(device: torch.device) -> int:
     """Streaming multiprocessors of a GPU. In the interpreter few, so that small tests split rows too."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
